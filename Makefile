@@ -1,0 +1,25 @@
+# make demo: the main job on real images.   make test: everything CI checks.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+
+.PHONY: demo test lint fuzz clean
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,test,lint]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(PY) -m bench.demo $(ARGS)
+
+test: $(VENV)/.installed lint
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) out
