@@ -1,0 +1,207 @@
+"""Steps live in training loops: other shapes, several steps, threads, copies, scalers, autocast."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+
+import jagg_fx
+
+from .helpers import EAGER, check, exact, run, wanted
+from .losses import MLP, STYLES, Case, coupled, grpo_case, lora, quadratic, simple_case
+from .reference import relative_error
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_changed_timesteps_batch_and_dtype(style: str) -> None:
+    """One step, called with other shapes and precisions, and back again."""
+    nets = {torch.float64: MLP(4).double(), torch.float32: MLP(4)}
+    step = None
+    for T, batch, dtype in [
+        (6, 3, torch.float64),
+        (9, 3, torch.float64),
+        (9, 5, torch.float64),
+        (9, 1, torch.float64),
+        (6, 3, torch.float32),
+        (6, 3, torch.float64),
+    ]:
+        case = simple_case(coupled, net=nets[dtype], T=T, batch=batch, dtype=dtype, noise=0.3)
+        subject = case.trainable() if style == "params" else case.net
+        step = step or jagg_fx.transform(case.loss(style), W=4, gate=None, **EAGER)
+        grads, loss = step.grad_and_value(subject, *case.args)
+        want = wanted(case, W=4)
+        tol = 1e-10 if dtype == torch.float64 else 1e-5
+        assert relative_error(grads, want.grads) < tol
+        assert abs(float(loss.detach()) - float(want.loss)) < tol
+
+
+def test_many_steps_of_one_factory() -> None:
+    """Losses made by one function share its code object: none may meet another's graph or options."""
+    cases = [simple_case(quadratic, T=4, noise=0.5, seed=s) for s in range(10)]
+    for i, case in enumerate(cases):
+        W = [1, 4, 3, 4][i % 4]
+        options = {"W": W, "gate": None}
+        check(run(case, **options), wanted(case, W=W), 1e-10, 1e-12)
+
+
+@pytest.mark.parametrize("entry", ["grad_and_value", "backend"])
+def test_same_loss_with_other_options(entry: str) -> None:
+    """One function, transformed with several options one after the other."""
+    case = simple_case(quadratic, T=6, noise=0.5)
+    loss_fn = case.loss("params")
+    for options in ({"W": 1}, {"W": 4}, {"W": 4, "weights": "index"}, {"W": 6}, {"W": 4}):
+        want = wanted(case, **options)
+        params = case.trainable()
+        if entry == "backend":
+            backend = jagg_fx.backend(gate=None, **EAGER, **options)
+            torch.compile(loss_fn, backend=backend, fullgraph=True)(params, *case.args).backward()
+            grads = {k: p.grad for k, p in params.items()}
+        else:
+            step = jagg_fx.transform(loss_fn, gate=None, **EAGER, **options)
+            grads, _ = step.grad_and_value(params, *case.args)
+        assert relative_error(grads, want.grads) < 1e-10, options
+
+
+def test_parameters_change_between_calls() -> None:
+    """Nothing of the first call's weights is kept."""
+    case = simple_case(coupled, T=5, noise=0.3)
+    step = jagg_fx.transform(case.loss("net"), W=4, gate=None, **EAGER)
+    for _ in range(3):
+        grads, _ = step.grad_and_value(case.net, *case.args)
+        assert relative_error(grads, wanted(case, W=4).grads) < 1e-10
+        with torch.no_grad():
+            for p in case.net.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+
+
+def test_freezing_between_calls() -> None:
+    case = simple_case(coupled, T=5, noise=0.3)
+    step = jagg_fx.transform(case.loss("net"), W=4, gate=None, **EAGER)
+    step.grad_and_value(case.net, *case.args)
+    case.net.layers[0].requires_grad_(False)
+    grads, _ = step.grad_and_value(case.net, *case.args)
+    assert grads["layers.0.weight"] is None
+    assert relative_error({k: g for k, g in grads.items() if g is not None}, wanted(case, W=4).grads) < 1e-10
+
+
+def test_grad_scaler() -> None:
+    """A scaled loss, unscaled again before the optimiser: the usual fp16 loop."""
+    case = simple_case(quadratic, T=4, noise=0.3, dtype=torch.float32)
+    net = copy.deepcopy(case.net)
+    step = jagg_fx.transform(case.loss("net"), W=4, gate=None, **EAGER)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler.scale(step(net, *case.args)).backward()
+    scaler.unscale_(optimiser)
+    got = {k: p.grad.clone() for k, p in net.named_parameters()}
+    assert relative_error(got, wanted(case, W=4).grads) < 1e-5
+    scaler.step(optimiser)
+    scaler.update()
+
+
+def test_eval_networks_pass() -> None:
+    """BatchNorm and dropout are ordinary layers in eval mode."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.norm, self.drop = MLP(4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+
+        def forward(self, z, t):
+            return self.norm(self.drop(self.net(z, t)))
+
+    net = Net().eval()
+    net.norm.running_mean.normal_()
+    case = simple_case(quadratic, net=net, T=4, noise=0.3)
+    check(run(case, "net", W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
+def test_threads() -> None:
+    """Several threads call one step at once."""
+    case = simple_case(coupled, T=5, noise=0.3)
+    step = jagg_fx.transform(case.loss("params"), W=4, gate=None, **EAGER)
+    want, errors = wanted(case, W=4), []
+    step.grad_and_value(case.trainable(), *case.args)
+
+    def work():
+        try:
+            for _ in range(5):
+                grads, _ = step.grad_and_value(case.trainable(), *case.args)
+                errors.append(relative_error(grads, want.grads))
+        except Exception as e:  # reported by the assertion below: a thread cannot fail a test
+            errors.append(e)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(errors) == 15, errors
+    assert all(isinstance(e, float) and e < 1e-10 for e in errors), errors
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["called before", "fresh"])
+def test_copies_work(first: bool) -> None:
+    case = simple_case(coupled, T=5, noise=0.3)
+    step = jagg_fx.transform(case.loss("params"), W=4, gate=None, **EAGER)
+    if first:
+        step.grad_and_value(case.trainable(), *case.args)
+    grads, _ = copy.copy(step).grad_and_value(case.trainable(), *case.args)
+    assert relative_error(grads, wanted(case, W=4).grads) < 1e-10
+
+
+def test_vmap_is_refused() -> None:
+    case = simple_case(coupled, T=4)
+    step = jagg_fx.transform(case.loss("params"), W=4, **EAGER)
+    zs, ts, third = case.args
+    with pytest.raises(jagg_fx.JaggError, match="vmap"):
+        torch.func.vmap(step, in_dims=(None, 0, None, None))(
+            case.trainable(), torch.stack([zs, zs]), ts, third
+        )
+
+
+@pytest.mark.parametrize("way", ["autograd", "func"])
+def test_double_backward_is_refused(way: str) -> None:
+    case = simple_case(coupled, T=4)
+    step = jagg_fx.transform(case.loss("params"), W=4, gate=None, **EAGER)
+    params = case.trainable()
+
+    def norm(params):
+        return sum((g**2).sum() for g in torch.func.grad(step)(params, *case.args).values())
+
+    def by_autograd():
+        grads = torch.autograd.grad(step(params, *case.args), list(params.values()), create_graph=True)
+        sum((g**2).sum() for g in grads).backward()
+
+    go = by_autograd if way == "autograd" else lambda: torch.func.grad(norm)(params)
+    with pytest.raises(RuntimeError, match=r"(?i)twice|double|second|higher"):
+        go()
+
+
+def test_a_gradient_by_autograd_grad() -> None:
+    case = grpo_case(T=4, net=lora(4))
+    step = jagg_fx.transform(case.loss("params"), W=4, gate=None, **EAGER)
+    params = case.trainable()
+    grads = torch.autograd.grad(step(params, *case.args), list(params.values()))
+    assert relative_error(dict(zip(params, grads, strict=True)), wanted(case, W=4).grads) < 1e-10
+
+
+def test_an_input_that_trains() -> None:
+    """A condition with gradient (a trained prompt) is interpolated like the parameters: exact at W=2."""
+    torch.manual_seed(0)
+    net = MLP(4).double()
+    prompt = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def core(velocity, zs, ts, cs, prompt):
+        return sum(((velocity(zs[k] + prompt, ts[k]) - cs[k]) ** 2).mean() for k in range(4))
+
+    plain = simple_case(quadratic, net=net, T=4)
+    case = Case(net, core, (*plain.args, prompt))
+    exact(case)
+    (want,) = torch.autograd.grad(core(net, *case.args), [prompt])
+    step = jagg_fx.transform(case.loss("net"), W=2, gate=None, **EAGER)
+    step(net, *case.args).backward()
+    torch.testing.assert_close(prompt.grad, want, rtol=1e-10, atol=1e-12)

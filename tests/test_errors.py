@@ -1,0 +1,273 @@
+"""Wrong input: each a clear error, at the earliest moment, and nothing left changed after it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import jagg_fx
+
+from .helpers import EAGER
+from .losses import MLP, STYLES, Case, linear, quadratic, simple_case
+
+# --------------------------------------------------------------------- option values, refused at once
+
+BAD = {
+    "W of zero": {"W": 0},
+    "negative W": {"W": -4},
+    "fractional W": {"W": 2.5},
+    "whole float W": {"W": 4.0},
+    "bool W": {"W": True},
+    "text W": {"W": "4"},
+    "W of None": {"W": None},
+    "text tau": {"tau": "high"},
+    "tau of None": {"tau": None},
+    "tau of NaN": {"tau": float("nan")},
+    "bool tau": {"tau": True},
+    "unknown gate": {"gate": "sine"},
+    "gate of True": {"gate": True},
+    "unknown estimator": {"estimator": "magic"},
+    "estimator of None": {"estimator": None},
+    "unknown weights": {"weights": "sigma"},
+    "unknown compiler": {"compiler": "tvm"},
+    "time of a float": {"time": 1.5},
+    "velocity of a number": {"velocity": 3},
+}
+
+
+MAKE = {
+    "transform": lambda **options: jagg_fx.transform(lambda params: None, **options),
+    "backend": lambda **options: jagg_fx.backend(**options),
+}
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values(name: str, make: str) -> None:
+    """The message names the option and the value."""
+    (option, value) = next(iter(BAD[name].items()))
+    with pytest.raises(ValueError, match=rf"(?s){option}.*{value}"):
+        MAKE[make](**BAD[name])
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_unknown_option(make: str) -> None:
+    with pytest.raises((TypeError, ValueError), match="windows"):
+        MAKE[make](windows=4)
+
+
+def test_loss_fn_must_be_callable() -> None:
+    with pytest.raises((TypeError, ValueError), match=r"callable|function"):
+        jagg_fx.transform(torch.zeros(()), W=4)
+
+
+def test_numpy_integers_are_integers() -> None:
+    numpy = pytest.importorskip("numpy")
+    jagg_fx.transform(lambda params: None, W=numpy.int64(4))
+
+
+def test_errors_are_runtime_errors() -> None:
+    assert issubclass(jagg_fx.JaggError, RuntimeError)
+
+
+# ----------------------------------------------------------------- losses that cannot be transformed
+
+
+def refuse(loss_fn, subject, args: tuple, match: str, entry: str = "call", **options) -> str:
+    """The call raises a JaggError that matches; returns its text."""
+    step = jagg_fx.transform(loss_fn, **{"W": 4, **EAGER, **options})
+    entries = {"call": step, "grad_and_value": step.grad_and_value, "func": torch.func.grad(step)}
+    with pytest.raises(jagg_fx.JaggError, match=match) as caught:
+        entries[entry](subject, *args)
+    return str(caught.value)
+
+
+def _refuse_both(core, match: str, **options) -> None:
+    case = simple_case(linear, T=4)
+    refuse(net_style_of(core), copy.deepcopy(case.net), case.args, match, **options)
+    refuse(params_style_of(case, core), case.trainable(), case.args, match, "grad_and_value", **options)
+
+
+def net_style_of(core):
+    return lambda net, *args: core(net, *args)
+
+
+def params_style_of(case: Case, core):
+    return lambda params, *args: core(lambda *a, **k: functional_call(case.net, params, a, k), *args)
+
+
+def test_loss_is_not_a_scalar() -> None:
+    def core(velocity, zs, ts, cs):
+        return torch.stack([(velocity(zs[k], ts[k]) * cs[k]).sum() for k in range(4)])
+
+    _refuse_both(core, r"(?i)scalar")
+
+
+def test_loss_is_not_a_tensor() -> None:
+    _refuse_both(lambda velocity, zs, ts, cs: None, r"(?i)scalar|tensor")
+
+
+def test_aux_without_has_aux() -> None:
+    def core(velocity, zs, ts, cs):
+        return linear(velocity, zs, ts, cs), ts
+
+    _refuse_both(core, r"has_aux")
+
+
+def test_has_aux_without_aux() -> None:
+    _refuse_both(linear, r"has_aux|aux", has_aux=True)
+
+
+def test_no_call() -> None:
+    case = simple_case(linear, T=4)
+
+    def by_hand(params, zs, ts, cs):
+        return sum((torch.tanh(zs[k] @ params["w"]) * cs[k]).sum() for k in range(4))
+
+    text = refuse(
+        by_hand, {"w": torch.randn(4, 4).double().requires_grad_()}, case.args, r"(?i)no .*call|found"
+    )
+    assert "velocity" in text  # the cure: velocity= or jagg_fx.velocity
+
+
+def test_no_call_of_a_module() -> None:
+    case = simple_case(linear, T=4)
+
+    def unrelated(net, zs, ts, cs):
+        return sum((p**2).sum() for p in net.parameters())
+
+    text = refuse(unrelated, copy.deepcopy(case.net), case.args, r"(?i)no .*call|found")
+    assert "velocity" in text
+
+
+def test_one_call() -> None:
+    def core(velocity, zs, ts, cs):
+        return (velocity(zs[0], ts[0]) * cs[0]).sum()
+
+    _refuse_both(core, r"(?i)\b(one|once|1|single)\b")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_two_candidate_modules(style: str) -> None:
+    torch.manual_seed(0)
+    nets = nn.ModuleDict({"first": MLP(4), "second": MLP(4)}).double()
+    zs, ts, cs = simple_case(linear, T=4).args
+
+    def loss_fn(subject, zs, ts, cs):
+        total = zs.new_zeros(())
+        for k in range(4):
+            for name in ("first", "second"):
+                if style == "params":
+                    inner = {n.split(".", 1)[1]: p for n, p in subject.items() if n.startswith(name)}
+                    v = functional_call(nets[name], inner, (zs[k], ts[k]))
+                else:
+                    v = subject[name](zs[k], ts[k])
+                total = total + (v * cs[k]).sum()
+        return total
+
+    params = {k: p.detach().clone().requires_grad_() for k, p in nets.named_parameters()}
+    text = refuse(
+        loss_fn, params if style == "params" else nets, (zs, ts, cs), r"(?i)two|2|several|candidates"
+    )
+    assert "velocity=" in text
+
+
+@pytest.mark.parametrize("entry", ["call", "grad_and_value", "func"])
+def test_a_true_chain(entry: str) -> None:
+    """z of the next step carries gradient from the last velocity."""
+    case = simple_case(linear, T=4)
+
+    def core(velocity, zs, ts, cs):
+        z, total = zs[0], zs.new_zeros(())
+        for k in range(4):
+            v = velocity(z, ts[k])
+            z = z - 0.2 * v
+            total = total + (v * cs[k]).sum()
+        return total
+
+    refuse(params_style_of(case, core), case.trainable(), case.args, r"detach", entry)
+
+
+def test_a_velocity_that_is_never_called() -> None:
+    case = simple_case(linear, T=4)
+    refuse(case.loss("params"), case.trainable(), case.args, r"velocity", velocity=MLP(4).double())
+
+
+def test_a_time_argument_that_does_not_exist() -> None:
+    case = simple_case(linear, T=4)
+    refuse(case.loss("params"), case.trainable(), case.args, r"sigma_of_step", time="sigma_of_step")
+    refuse(case.loss("params"), case.trainable(), case.args, r"(?i)time.*5|5.*time|position", time=5)
+
+
+def test_wrong_number_of_arguments_says_so() -> None:
+    """A user's own mistake in the call is not hidden behind an internal message."""
+    case = simple_case(linear, T=4)
+    step = jagg_fx.transform(case.loss("params"), W=4, **EAGER)
+    with pytest.raises((TypeError, jagg_fx.JaggError), match=r"argument|directions|cs"):
+        step(case.trainable(), *case.args[:2])
+
+
+def test_an_error_of_the_loss_comes_through() -> None:
+    """What the user's own code raises is still readable."""
+
+    def core(velocity, zs, ts, cs):
+        raise ValueError("advantages are missing")
+
+    case = simple_case(linear, T=4)
+    step = jagg_fx.transform(params_style_of(case, core), W=4, **EAGER)
+    with pytest.raises(Exception, match="advantages are missing"):
+        step(case.trainable(), *case.args)
+
+
+# ------------------------------------------------------------------------------ and nothing is left over
+
+
+def _state(net: nn.Module) -> dict:
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    configs = [torch._dynamo.config, torch._functorch.config, torch._inductor.config]
+    state: dict = {c.__name__: c.get_config_copy() for c in configs}
+    for name, module in net.named_modules():
+        state[f"attributes of {name}"] = {k: id(v) for k, v in vars(module).items()}
+        state[f"hooks of {name}"] = [len(h) for k, h in sorted(vars(module).items()) if k.endswith("_hooks")]
+    state["patches"] = [nn.Module.__call__, nn.Module.forward, functional_call, torch.func.functional_call]
+    state["modes"] = [torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()]
+    state["rng"] = torch.get_rng_state().tolist()
+    return state
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_nothing_global_is_left_changed(style: str) -> None:
+    case = simple_case(quadratic, T=4)
+    subject = case.trainable() if style == "params" else case.net
+    before = _state(case.net)
+    step = jagg_fx.transform(case.loss(style), W=4, **EAGER)
+    step.grad_and_value(subject, *case.args)
+    assert _state(case.net) == before
+    step(subject, *case.args)
+    assert _state(case.net) == before
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_nothing_is_left_changed_after_an_exception(style: str) -> None:
+    def core(velocity, zs, ts, cs):
+        z, total = zs[0], zs.new_zeros(())
+        for k in range(4):
+            v = velocity(z, ts[k])
+            z = z - 0.2 * v
+            total = total + (v * cs[k]).sum()
+        return total
+
+    plain = simple_case(linear, T=4)
+    case = Case(plain.net, core, plain.args)
+    subject = case.trainable() if style == "params" else case.net
+    before = _state(case.net)
+    with pytest.raises(jagg_fx.JaggError):
+        jagg_fx.transform(case.loss(style), W=4, **EAGER)(subject, *case.args)
+    assert _state(case.net) == before
