@@ -1,0 +1,49 @@
+"""The rewrite, as a list of passes over the joint forward-backward graph. Read the list and you know the method.
+
+Each pass is a function `run(joint) -> None` in a file of its own, says in its docstring what it assumes and
+what it leaves, and is followed by the verifier. `segments` and `outline` work before them, on the captured
+forward graph: they turn the velocity calls into calls of one shared body.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from jagg_fx.plan import Plan
+
+from . import branch, find, gate, group, merge, prune, slim
+from .joint import Joint, is_call
+from .verify import verify
+
+PASSES = (
+    find.run,  # the velocity calls, their times, their cotangents
+    group.run,  # W consecutive timesteps each; lambda from the times
+    gate.run,  # may this group be approximated?
+    merge.run,  # its cotangents, summed into the two endpoints
+    branch.run,  # gated groups: both ways behind the gate
+    prune.run,  # the backward of every interior timestep goes
+    slim.run,  # and with it what its forward kept for it
+)
+
+
+def rewrite(gm: fx.GraphModule, plan: Plan, watch=None) -> Joint | None:
+    """Rewrite a joint graph in place. Returns None where there is nothing of ours in it.
+
+    watch, if given, is called with the name of each pass and the state after it.
+    """
+    import torch
+
+    if not gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default):
+        return None
+    joint = Joint(gm, plan)
+    for run in PASSES:
+        name = run.__module__.rsplit(".", 1)[-1]
+        run(joint)
+        verify(joint, name)
+        if watch is not None:
+            watch(name, joint)
+    gm.recompile()
+    return joint
+
+
+__all__ = ["PASSES", "Joint", "is_call", "rewrite"]

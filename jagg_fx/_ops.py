@@ -1,0 +1,93 @@
+"""The operators that carry what we know of a call through the graph. No user sees one: passes remove them all.
+
+`begin` and `end` bracket a velocity call in the captured forward graph. `call` and its derivative `cotangent`
+stand on both sides of the joint graph at each call's velocity, with the call's number and time. `gates` holds
+the place of the gates' values among the outputs. `checked` raises where weights cannot be used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import TimesError
+
+_define = torch.library.custom_op
+
+
+@_define("jagg_fx::begin", mutates_args=())
+def begin(t: Tensor, site: str) -> None:
+    pass
+
+
+@begin.register_fake
+def _(t: Tensor, site: str) -> None:
+    pass
+
+
+@_define("jagg_fx::end", mutates_args=())
+def end(t: Tensor) -> None:
+    pass
+
+
+@end.register_fake
+def _(t: Tensor) -> None:
+    pass
+
+
+@_define("jagg_fx::call", mutates_args=())
+def call(v: Tensor, t: Tensor, index: int, site: str, where: str) -> Tensor:
+    return v.clone()
+
+
+@call.register_fake
+def _(v: Tensor, t: Tensor, index: int, site: str, where: str) -> Tensor:
+    return torch.empty_like(v)
+
+
+@_define("jagg_fx::cotangent", mutates_args=())
+def cotangent(g: Tensor, index: int) -> Tensor:
+    return g.clone()
+
+
+@cotangent.register_fake
+def _(g: Tensor, index: int) -> Tensor:
+    return torch.empty_like(g)
+
+
+def _setup(ctx, inputs, output):
+    ctx.index = inputs[2]
+
+
+def _backward(ctx, g):
+    return torch.ops.jagg_fx.cotangent(g, ctx.index), None, None, None, None
+
+
+call.register_autograd(_backward, setup_context=_setup)
+
+
+@_define("jagg_fx::gates", mutates_args=())
+def gates(v: Tensor, calls: int) -> Tensor:
+    return torch.full((3, calls), float("nan"), device=v.device)
+
+
+@gates.register_fake
+def _(v: Tensor, calls: int) -> Tensor:
+    return torch.empty((3, calls), device=v.device)
+
+
+@_define("jagg_fx::checked", mutates_args=())
+def checked(lam: Tensor, what: str) -> Tensor:
+    """lam as it is, or an error if an entry is not in [0, 1] (device-side assertion on CUDA: no host sync)."""
+    good = ((lam >= 0) & (lam <= 1)).all()
+    if lam.device.type == "cpu":
+        if not good:
+            raise TimesError(what)
+    else:
+        torch._assert_async(good, what)
+    return lam.clone()
+
+
+@checked.register_fake
+def _(lam: Tensor, what: str) -> Tensor:
+    return torch.empty_like(lam)

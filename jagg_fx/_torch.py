@@ -1,0 +1,134 @@
+"""The one module that knows torch's private hooks and how they differ between versions (2.11 to 2.14)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.backends.common  # not loaded by `import torch`
+import torch._functorch.config
+import torch.fx.experimental.proxy_tensor
+from torch import fx
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+cond = torch.ops.higher_order.cond
+
+__all__ = ["CustomGraphPass", "cond", "invoke_subgraph"]
+
+
+def trace(fn: Callable, values: Sequence[Any]) -> fx.GraphModule:
+    """The operations of fn on (fake) values, as a graph of Inductor's core operations."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = torch._guards.detect_fake_mode(values)
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        return torch.fx.experimental.proxy_tensor.make_fx(fn, decomposition_table=select_decomp_table())(
+            *values
+        )
+
+
+def is_random(target: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def mutated_arguments(target: Any) -> list[int]:
+    """Positions of the arguments that an operator changes in place."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info and a.alias_info.is_write]
+
+
+def min_cut(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph into forward and backward as Inductor does."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(gm, inputs, compiler="inductor", **kwargs)
+
+
+def _as_is(gm: fx.GraphModule, inputs: Any) -> Callable:
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(gm.forward)
+
+
+def compile_eager(gm: fx.GraphModule, inputs: Sequence[Any], rewrite: Callable) -> Callable:
+    """Run the rewritten forward and backward graphs without code generation."""
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        rewrite(joint)
+        return min_cut(joint, joint_inputs, **kwargs)
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=_as_is, partition_fn=partition)
+    with _compile_context():
+        return backend(gm, inputs)
+
+
+class _JointPass(CustomGraphPass):
+    """Our rewrite as Inductor's first joint-graph pass; `uuid` makes it a part of the compile cache's key."""
+
+    def __init__(self, rewrite: Callable, key: str) -> None:
+        self._rewrite, self._key = rewrite, key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._rewrite(graph.owning_module)
+
+    def uuid(self) -> str:
+        return self._key
+
+
+def compile_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], rewrite: Callable, key: str, options: dict[str, Any]
+) -> Callable:
+    """Hand the graph to Inductor, with the rewrite as a pass of its joint graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**options, "joint_custom_pre_pass": _JointPass(rewrite, key)}
+    with _compile_context():
+        return compile_fx(gm, inputs, config_patches=patches)
+
+
+def inductor_options(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
+    """What torch.compile(mode=..., options=...) would set."""
+    from torch._inductor import list_mode_options
+
+    return {**(list_mode_options(mode) if mode else {}), **(options or {})}
+
+
+@contextlib.contextmanager
+def _compile_context() -> Any:
+    # Donated buffers make a second loss.backward(retain_graph=True) an error.
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+def inside_functorch() -> list[str]:
+    """Names of the torch.func transforms that are active, outermost first."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return [str(i.key()).rsplit(".", 1)[-1] for i in stack]
+
+
+def needs_functorch_grad(x: Any) -> bool:
+    """Whether the innermost torch.func transform differentiates with respect to this value."""
+    return (
+        isinstance(x, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(x) and x.requires_grad
+    )
+
+
+def unwrap_backend_error(error: BaseException) -> BaseException:
+    """The exception that a backend raised, without the wrapper that Dynamo puts around it."""
+    while type(error).__name__ == "BackendCompilerFailed" and hasattr(error, "inner_exception"):
+        error = error.inner_exception
+    return error
+
+
+def capture_errors() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises where it cannot capture a function as one graph."""
+    return (torch._dynamo.exc.TorchDynamoException,)
+
+
+def reset_dynamo_code(code: Any) -> None:
+    torch._dynamo.reset_code(code)

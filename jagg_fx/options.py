@@ -1,0 +1,74 @@
+"""The options of transform and backend, checked where they are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .errors import OptionError
+from .estimators import Estimator, resolve
+from .gates import GATES
+from .plan import Plan
+
+COMPILERS = ("inductor", "eager")
+WEIGHTS = ("time", "index")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Validated options. `plan` shapes the graph; the rest says how to find the calls and how to compile."""
+
+    plan: Plan
+    velocity: nn.Module | Callable | None = None
+    time: str | int | None = None
+    has_aux: bool = False
+    compiler: str = "inductor"
+    mode: str | None = None
+    options: dict[str, Any] | None = field(default=None, hash=False)
+    dynamic: bool | None = False
+
+
+def check(
+    W: Any = 4,
+    *,
+    estimator: Any = "endpoints",
+    tau: Any = 0.995,
+    gate: Any = "cosine",
+    weights: Any = "time",
+    velocity: Any = None,
+    time: Any = None,
+    has_aux: Any = False,
+    compiler: Any = "inductor",
+    mode: Any = None,
+    options: Any = None,
+    dynamic: Any = False,
+) -> Options:
+    """Options from keyword arguments. Raises OptionError (a ValueError) for a value that cannot be taken."""
+    if isinstance(W, bool) or not isinstance(W, int):
+        raise OptionError(f"W must be an int, the number of steps per group; found {W!r}. Use W=4, say.")
+    if W < 1:
+        raise OptionError(f"W={W}: a group has at least one step. Use W=1 for exact, W=4 for two backwards of four.")
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or math.isnan(tau):
+        raise OptionError(f"tau must be a number, the cosine above which a group is merged; found {tau!r}.")
+    _one_of("gate", gate, (*GATES, None))
+    _one_of("weights", weights, WEIGHTS)
+    _one_of("compiler", compiler, COMPILERS)
+    if velocity is not None and not callable(velocity):
+        raise OptionError(f"velocity must be the nn.Module or function whose calls are the timesteps; found {velocity!r}.")
+    if time is not None and (isinstance(time, bool) or not isinstance(time, (str, int))):
+        raise OptionError(f"time must be the position or name of the velocity's time argument; found {time!r}.")
+    if not isinstance(has_aux, bool):
+        raise OptionError(f"has_aux must be True or False; found {has_aux!r}.")
+    chosen: Estimator = resolve(estimator)
+    return Options(
+        Plan(W, chosen, gate, float(tau), weights), velocity, time, has_aux, compiler, mode, options, dynamic
+    )
+
+
+def _one_of(name: str, found: Any, allowed: tuple) -> None:
+    if not any(found is a or (isinstance(found, str) and found == a) for a in allowed):
+        raise OptionError(f"{name}={found!r} is not known. Use one of {', '.join(map(repr, allowed))}.")

@@ -1,0 +1,73 @@
+"""Groups of timesteps, and what becomes of each call: plain data, no graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from .estimators import Endpoints, Estimator
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a velocity in the loss.
+
+    index: order of the call in the loss, from 0. site: which network or function. time: equal for two calls
+    at the same timestep (two lanes of guidance, say). where: file and line of the call.
+    """
+
+    index: int
+    site: str
+    time: Hashable
+    where: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive timesteps of one lane of one network. calls: their indices, in the order of the loss."""
+
+    number: int
+    calls: tuple[int, ...]
+    nodes: tuple[int, ...]  # positions in `calls` that keep their backward
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(self.calls[j] for j in self.nodes)
+
+    @property
+    def pruned(self) -> tuple[int, ...]:
+        return tuple(c for c in self.calls if c not in self.kept)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the rewrite is to do: the options that shape the graph, and nothing else."""
+
+    W: int = 4
+    estimator: Estimator = field(default_factory=Endpoints)
+    gate: str | None = "cosine"
+    tau: float = 0.995
+    weights: str = "time"
+
+    def key(self) -> str:
+        """Everything of the plan that changes a graph, as text: part of the compile cache's key."""
+        return repr(dataclasses.astuple(dataclasses.replace(self, estimator=None))) + repr(self.estimator)  # type: ignore[arg-type]
+
+    def groups(self, calls: Sequence[Call]) -> list[Group]:
+        """Cut the calls of each lane into groups of W, the last one ragged.
+
+        A call whose time was seen before at the same network belongs to another lane (guidance calls the
+        network twice per timestep): lanes are never mixed in one group.
+        """
+        seen: Counter = Counter()
+        lanes: dict[tuple[str, int], list[int]] = {}
+        for call in calls:
+            lane = seen[call.site, call.time]
+            seen[call.site, call.time] += 1
+            lanes.setdefault((call.site, lane), []).append(call.index)
+        cut = [
+            tuple(lane[i : i + self.W]) for lane in lanes.values() for i in range(0, len(lane), self.W)
+        ]
+        return [Group(i, c, tuple(self.estimator.nodes(len(c)))) for i, c in enumerate(cut)]

@@ -1,0 +1,157 @@
+"""Put the backwards of a gated group behind its gate: merged if it is open, exact if it is shut.
+
+Assumes: gates and merged cotangents. Leaves: one region call per gated group in place of its backward calls,
+with a torch.cond inside. The shut branch computes the forward of a pruned timestep again, so that nothing of
+it is kept for a branch that seldom runs. All groups of one size share one region.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from jagg_fx import _torch
+from jagg_fx.plan import Group
+
+from .joint import Joint, Site, body_of, call_region, fresh, getitems, insert, is_call, item, sort
+from .prune import remove, vanish
+
+
+def run(joint: Joint) -> None:
+    made: dict[tuple, str] = {}
+    for group in joint.groups:
+        if group.number in joint.opens:
+            _branch(joint, group, made)
+    sort(joint.graph)
+
+
+class _Operands:
+    """Nodes of the joint graph that a branch reads, and the placeholders that stand for them inside."""
+
+    def __init__(self) -> None:
+        self.nodes: list[fx.Node] = []
+
+    def slot(self, node: fx.Node) -> int:
+        if node not in self.nodes:
+            self.nodes.append(node)
+        return self.nodes.index(node)
+
+
+def _branch(joint: Joint, group: Group, made: dict[tuple, str]) -> None:
+    sites = [joint.sites[c] for c in group.calls]
+    wanted = sorted({i for s in sites for i in getitems(s.backward)})
+    operands = _Operands()
+    merged = [_recipe(s, operands, joint.merged[s.call.index]) for s in sites if s.call.index in group.kept]
+    exact = [_recipe(s, operands, None if s.call.index in group.kept else {}) for s in sites]
+    finite = insert(
+        joint.graph,
+        lambda is_open, *g: is_open & torch.stack([x.isfinite().all() for x in g]).all(),
+        [joint.opens[group.number], *(s.backward.args[i] for s in sites for i in s.cotangents)],
+        "finite",
+    )
+    key = (repr(merged), repr(exact), tuple(wanted), len(operands.nodes))
+    if key not in made:
+        made[key] = fresh(joint.gm, f"jagg_group_of_{len(sites)}")
+        body = _group_body(joint, operands.nodes, merged, exact, wanted, finite[0])
+        joint.gm.register_module(made[key], body)
+    attr = made[key]
+    with joint.graph.inserting_after(finite[0]):
+        node = call_region(joint.graph, getattr(joint.gm, attr), attr, [finite[0], *operands.nodes])
+    with joint.graph.inserting_after(node):
+        gradients = {i: item(joint.graph, node, o) for o, i in enumerate(wanted)}
+    for site in sites:
+        for index, nodes in getitems(site.backward).items():
+            for old in nodes:
+                if index in gradients:  # the first call to hold this gradient hands it on; the others vanish
+                    old.replace_all_uses_with(gradients[index])
+                    joint.graph.erase_node(old)
+                else:
+                    vanish(joint.graph, old)
+            gradients.pop(index, None)
+        remove(joint.graph, site.backward)
+        site.backward = None
+
+
+def _recipe(site: Site, operands: _Operands, merged: dict[int, fx.Node] | None) -> tuple:
+    """How to run one backward inside a branch, as plain data.
+
+    merged: cotangents by argument position, for the open branch; None: with its own, from saved values;
+    {}: with its own, the forward computed again.
+    """
+    again = merged == {}
+    args = []
+    for position, arg in enumerate(site.backward.args[2:], start=2):
+        if position in site.cotangents:
+            args.append(("operand", operands.slot(merged[position] if merged else arg)))
+        elif again and is_call(arg, operator.getitem) and arg.args[0] is site.forward:
+            args.append(("saved", arg.args[1]))
+        else:
+            args.append(("operand", operands.slot(arg)))
+    forward = (
+        (site.forward.args[0].target, tuple(operands.slot(n) for n in site.operands)) if again else None
+    )
+    return (site.backward.args[0].target, tuple(args), forward)
+
+
+def _group_body(
+    joint: Joint,
+    nodes: Sequence[fx.Node],
+    merged: list[tuple],
+    exact: list[tuple],
+    wanted: list[int],
+    gate: fx.Node,
+) -> fx.GraphModule:
+    root = torch.nn.Module()
+    root.merged = _backwards(joint, nodes, merged, wanted)
+    root.exact = _backwards(joint, nodes, exact, wanted)
+    graph = fx.Graph()
+    is_open = _placeholder(graph, "is_open", gate)
+    inputs = tuple(_placeholder(graph, f"x{i}", n) for i, n in enumerate(nodes))
+    branches = (graph.get_attr("merged"), graph.get_attr("exact"))
+    choice = graph.call_function(_torch.cond, (is_open, *branches, inputs))
+    choice.meta["val"] = tuple(n.meta["val"] for n in root.merged.graph.output_node().args[0])  # type: ignore[union-attr]
+    graph.output(tuple(item(graph, choice, i) for i in range(len(wanted))))
+    return fx.GraphModule(root, graph)
+
+
+def _backwards(
+    joint: Joint, nodes: Sequence[fx.Node], recipes: list[tuple], wanted: list[int]
+) -> fx.GraphModule:
+    """A branch: run the backwards of the recipes one after the other and add up their gradients."""
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    inputs = [_placeholder(graph, f"x{i}", n) for i, n in enumerate(nodes)]
+
+    def region(attr: str, args: list[fx.Node]) -> fx.Node:
+        body = getattr(joint.gm, attr)
+        if not hasattr(root, attr):
+            root.add_module(attr, body)
+        return call_region(graph, body, attr, args)
+
+    total: list[fx.Node] = []
+    for backward, args, forward in recipes:
+        again = region(forward[0], [inputs[i] for i in forward[1]]) if forward else None
+        values = [inputs[i] if kind == "operand" else item(graph, again, i) for kind, i in args]  # type: ignore[arg-type]
+        node = region(backward, values)
+        gradients = [item(graph, node, i) for i in wanted]
+        total = [_add(graph, a, b) for a, b in zip(total, gradients, strict=True)] if total else gradients
+    graph.output(tuple(total))
+    return fx.GraphModule(root, graph)
+
+
+def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = like.meta["val"]
+    return node
+
+
+def _add(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
+    node = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
+    node.meta["val"] = a.meta["val"]
+    return node
+
+
+__all__ = ["body_of", "run"]

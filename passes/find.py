@@ -1,0 +1,81 @@
+"""Find the velocity calls in a joint graph, and take our markers out of it.
+
+Assumes: each call was outlined to one invoke_subgraph, its velocity marked by jagg_fx::call and its
+cotangent by jagg_fx::cotangent (`outline.py`), and AOTAutograd has split each body into a forward and a
+backward one. Leaves: no marker; one Site for every call whose cotangent exists. Refuses a true chain: a
+velocity whose gradient runs through another call.
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+import torch
+from torch import fx
+
+from jagg_fx.errors import RefusedError
+from jagg_fx.plan import Call
+
+from .joint import Joint, Site, data_flow, expressions, is_region
+
+
+def run(joint: Joint) -> None:
+    graph = joint.graph
+    marks = graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
+    cotangents = {
+        n.args[1]: n
+        for n in graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.cotangent.default)
+    }
+    number = expressions(graph)
+    for mark in marks:
+        velocity, time, index, site, where = mark.args
+        forward = velocity.args[0]
+        if not is_region(forward):
+            raise AssertionError(f"{velocity} is not an output of a velocity call")
+        joint.forwards.append(forward)
+        if index in cotangents:
+            backward, positions = _backward(cotangents[index])
+            call = Call(index, site, number[time], where)
+            joint.sites[index] = Site(call, forward, velocity, time, backward, positions)
+    joint.counts = {
+        "nodes": len(graph.nodes),
+        "forwards": len(joint.forwards),
+        "backwards": len(joint.sites),
+    }
+    for mark in [*marks, *cotangents.values()]:
+        mark.replace_all_uses_with(mark.args[0])
+        graph.erase_node(mark)
+    _refuse_chains(joint)
+
+
+def _backward(cotangent: fx.Node) -> tuple[fx.Node, list[int]]:
+    """The region call that a cotangent enters, through the copies that AOTAutograd may put between."""
+    node = cotangent
+    while True:
+        users = list(node.users)
+        regions = [u for u in users if is_region(u)]
+        if regions:
+            backward = regions[0]
+            return backward, [_from_end(backward, i) for i, a in enumerate(backward.args) if a is node]
+        if len(users) != 1:
+            raise AssertionError(f"the cotangent {cotangent} enters no velocity call")
+        node = users[0]
+
+
+def _from_end(node: fx.Node, position: int) -> int:
+    return position
+
+
+def _refuse_chains(joint: Joint) -> None:
+    """No gradient of a call may run through another one: then a pruned backward would be missed upstream."""
+    backward = {s.backward: i for i, s in joint.sites.items()}
+    flow = data_flow(joint.graph)
+    for node, later in backward.items():
+        for other in nx.descendants(flow, node) & backward.keys():
+            earlier = backward[other]
+            a, b = joint.sites[earlier].call, joint.sites[later].call
+            raise RefusedError(
+                f"The input of velocity call {later} ({b.where}) is computed from the velocity of call "
+                f"{earlier} ({a.where}) with gradient. Groups need the calls to be independent, as the steps of "
+                f"a stored trajectory are. Store the states, or detach the velocity of step {earlier} before "
+                f"step {later} uses it (`v.detach()`)."
+            )

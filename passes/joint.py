@@ -1,0 +1,186 @@
+"""The state that every pass of the joint graph reads and changes, and the few tools they share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from jagg_fx import _torch
+from jagg_fx.plan import Call, Group, Plan
+
+
+@dataclass
+class Site:
+    """One velocity call in the joint graph."""
+
+    call: Call
+    forward: fx.Node  # invoke_subgraph of the forward body
+    velocity: fx.Node  # its first output that carries gradient
+    time: fx.Node
+    backward: fx.Node | None = None  # invoke_subgraph of the backward body
+    cotangents: list[int] = field(default_factory=list)  # which arguments of `backward` are cotangents
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        return list(self.forward.args[2:])  # type: ignore[arg-type]
+
+
+@dataclass
+class Joint:
+    """A joint forward-backward graph under rewriting."""
+
+    gm: fx.GraphModule
+    plan: Plan
+    sites: dict[int, Site] = field(default_factory=dict)  # by call index; only calls that carry gradient
+    groups: list[Group] = field(default_factory=list)
+    opens: dict[int, fx.Node] = field(default_factory=dict)  # by group number: the gate's decision
+    cosines: dict[int, fx.Node] = field(default_factory=dict)  # by call index
+    positions: dict[int, list] = field(default_factory=dict)  # by group number: lambda of every step
+    merged: dict[int, dict[int, fx.Node]] = field(default_factory=dict)  # by call: argument -> cotangent
+    forwards: list[fx.Node] = field(default_factory=list)  # of every call, with or without a backward
+    counts: dict[str, int] = field(default_factory=dict)  # calls and nodes before, for the report
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.gm.graph
+
+
+def is_call(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
+
+
+def is_region(node: Any) -> bool:
+    return is_call(node, _torch.invoke_subgraph)
+
+
+def value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def body_of(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    """The body that an invoke_subgraph node calls."""
+    return getattr(gm, node.args[0].target)  # type: ignore[union-attr, arg-type]
+
+
+def outputs(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def results(graph: fx.Graph) -> list[Any]:
+    """What a body returns, in order."""
+    return _flat(outputs(graph).args[0])
+
+
+def getitems(node: fx.Node) -> dict[int, list[fx.Node]]:
+    """The getitem users of a node with several outputs, by index."""
+    found: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        if is_call(user, operator.getitem):
+            found.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
+    return found
+
+
+def expressions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """A number for every node; two nodes share one when they compute the same thing from the same inputs."""
+    numbers: dict[Any, int] = {}
+    of: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        key: Any = node.name
+        pure = node.op in ("call_function", "call_method") and not _torch.is_random(node.target)
+        if pure and not is_region(node):
+            args = fx.map_arg((node.args, node.kwargs), lambda n: _Number(of[n]))
+            key = (node.op, str(node.target), repr(args))
+        of[node] = numbers.setdefault(key, len(numbers))
+    return of
+
+
+class _Number:
+    """A node's number inside the arguments of another."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+def insert(graph: fx.Graph, fn: Callable, nodes: Sequence[fx.Node], name: str = "jagg") -> list[fx.Node]:
+    """Trace `fn` on the values of `nodes` and copy its operations to the end of the graph (then `sort` it).
+
+    fn takes as many tensors as there are nodes and returns a tensor or a list of them. So formulas stay
+    ordinary tensor code that tests can call. Returns the nodes of the results.
+    """
+    traced = _torch.trace(fn, [value(n) for n in nodes])
+    env: dict[fx.Node, fx.Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
+    with graph.inserting_before(outputs(graph)):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                return [env[n] for n in _flat(node.args[0])]
+            if node.op == "get_attr":  # a constant: keep it as an operation, graphs may not own tensors
+                constant = getattr(traced, node.target)
+                env[node] = graph.call_function(
+                    torch.ops.aten.full.default,
+                    (list(constant.shape), constant.item()),
+                    {"dtype": constant.dtype, "device": constant.device},
+                )
+            else:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node]._rename(f"{name}_{node.name}")
+            env[node].meta = {"val": node.meta.get("val")}
+    raise AssertionError("a traced graph ends with its output")
+
+
+def _flat(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
+def call_region(graph: fx.Graph, body: fx.GraphModule, attr: str, args: Iterable[fx.Node]) -> fx.Node:
+    """Insert a call of a body, owned by the graph's module under `attr`, at the graph's insert point."""
+    ref = graph.get_attr(attr)
+    node = graph.call_function(_torch.invoke_subgraph, (ref, attr, *args))
+    node.meta["val"] = tuple(
+        n.meta.get("val") if isinstance(n, fx.Node) else None for n in results(body.graph)
+    )
+    return node
+
+
+def item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    """Output `index` of a node with several outputs, at the graph's insert point."""
+    out = graph.call_function(operator.getitem, (node, index))
+    out.meta["val"] = node.meta["val"][index]
+    return out
+
+
+def data_flow(graph: fx.Graph) -> nx.DiGraph:
+    """The graph's nodes with an edge from every input to its user."""
+    flow: nx.DiGraph = nx.DiGraph()
+    flow.add_nodes_from(graph.nodes)
+    flow.add_edges_from((i, n) for n in graph.nodes for i in n.all_input_nodes)
+    return flow
+
+
+def sort(graph: fx.Graph) -> None:
+    """Put the nodes into an order in which each comes after its inputs, changing as little as possible."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last = outputs(graph)
+    order[last] = len(order) + 1
+    cursor = graph._root
+    for node in nx.lexicographical_topological_sort(data_flow(graph), key=order.__getitem__):
+        cursor.append(node)
+        cursor = node
+
+
+def fresh(gm: fx.GraphModule, name: str) -> str:
+    """A name for a new body of gm."""
+    number = 0
+    while hasattr(gm, f"{name}_{number}"):
+        number += 1
+    return f"{name}_{number}"

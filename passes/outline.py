@@ -1,0 +1,169 @@
+"""Turn the velocity calls of a captured forward graph into calls of one shared body.
+
+Assumes: a graph captured by Dynamo and the segments of its calls. Leaves: one invoke_subgraph per call, one
+body per kind of call, and on each velocity a jagg_fx::call marker with its number and time. So a joint graph
+holds T forward and T backward calls however deep the network is, and each body is compiled once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from jagg_fx import _torch
+from jagg_fx.errors import CaptureError, RefusedError
+
+from .segments import Segment, carries_gradient, example
+
+
+def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
+    exits = _exits(segments)
+    bodies: dict[str, str] = {}
+    for index, (segment, leaves) in enumerate(zip(segments, exits, strict=True)):
+        form, inputs = canonical(gm, segment.nodes, leaves)
+        if form not in bodies:
+            bodies[form] = f"velocity_{len(bodies)}"
+            setattr(gm, bodies[form], _body(gm, segment.nodes, inputs, leaves))
+        _replace(gm, segment, inputs, leaves, bodies[form], index)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _exits(segments: Sequence[Segment]) -> list[list[fx.Node]]:
+    """What each call returns: the positions that any of the alike calls uses outside."""
+    used: dict[int, set[int]] = {}
+    for s in segments:
+        at = {n: i for i, n in enumerate(s.nodes)}
+        used.setdefault(len(s.nodes), set()).update(at[n] for n in s.outputs())
+    return [[s.nodes[i] for i in sorted(used[len(s.nodes)])] for s in segments]
+
+
+def canonical(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], leaves: Sequence[fx.Node]
+) -> tuple[str, list[fx.Node]]:
+    """A text that two runs of nodes share exactly when one body serves both, and the inputs of this one.
+
+    Inputs are numbered in the order of their first use; shapes, dtypes, strides and gradient flags of inputs
+    belong to the text, since a body is traced once for all of its calls.
+    """
+    number = {n: f"%{i}" for i, n in enumerate(nodes)}
+    inputs: list[fx.Node] = []
+    lines: list[str] = []
+
+    def name(n: fx.Node) -> _Text:
+        if n in number:
+            return _Text(number[n])
+        if n.op == "get_attr" and isinstance(getattr(gm, str(n.target), None), fx.GraphModule):
+            inner = getattr(gm, str(n.target))
+            return _Text("{" + canonical(inner, list(inner.graph.nodes), [])[0] + "}")
+        if n not in inputs:
+            inputs.append(n)
+        return _Text(f"${inputs.index(n)}")
+
+    for n in nodes:
+        args = fx.map_arg((n.args, n.kwargs), name)
+        target = n.target if isinstance(n.target, str) else f"{getattr(n.target, '__module__', '')}.{n.target}"
+        lines.append(f"{n.op} {target if n.op != 'placeholder' else ''} {args}")
+    lines += [_look(i) for i in inputs] + [number[n] for n in leaves]
+    return "\n".join(lines), inputs
+
+
+class _Text:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _look(node: fx.Node) -> str:
+    v = example(node)
+    if isinstance(v, torch.Tensor):
+        return f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device} {v.requires_grad}"
+    return str(v)
+
+
+def _body(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], leaves: Sequence[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for i, n in enumerate(inputs):
+        env[n] = graph.placeholder(f"x{i}")
+        env[n].meta = {k: v for k, v in n.meta.items() if k in ("example_value", "val")}
+
+    def look_up(n: fx.Node) -> fx.Node:
+        if n not in env and n.op == "get_attr":
+            env[n] = graph.get_attr(str(n.target))
+        return env[n]
+
+    for n in nodes:
+        # Attributes (bodies of nested operators) are copied first: node_copy needs them in place.
+        for i in n.all_input_nodes:
+            look_up(i)
+        env[n] = graph.node_copy(n, look_up)
+    graph.output(tuple(env[n] for n in leaves))
+    return fx.GraphModule(gm, graph)
+
+
+def _replace(
+    gm: fx.GraphModule,
+    segment: Segment,
+    inputs: Sequence[fx.Node],
+    leaves: Sequence[fx.Node],
+    attr: str,
+    index: int,
+) -> None:
+    graph = gm.graph
+    inside = set(segment.nodes)
+    call_op = torch.ops.jagg_fx.call.default
+    if segment.time is None:
+        raise CaptureError(f"the velocity call at {segment.where} has no time")
+    with graph.inserting_before(segment.nodes[-1].next):
+        ref = graph.get_attr(attr)
+        node = graph.call_function(_torch.invoke_subgraph, (ref, f"jagg_fx_{attr}", *inputs))
+        marked = False
+        for position, leaf in enumerate(leaves):
+            out = graph.call_function(operator.getitem, (node, position))
+            out.meta = {k: v for k, v in leaf.meta.items() if k in ("example_value", "val", "stack_trace")}
+            if carries_gradient(leaf) and not marked:
+                marked = True
+                args = (out, segment.time, index, segment.site, segment.where)
+                mark = graph.call_function(call_op, args)
+                mark.meta = dict(out.meta)
+                out = mark
+            leaf.replace_all_uses_with(out, delete_user_cb=lambda user: user not in inside)
+    for n in reversed(segment.nodes):
+        graph.erase_node(n)
+
+
+def refuse_unsafe(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
+    """Refuse randomness and changed buffers inside a velocity, by name of the operation and module."""
+    for segment in segments:
+        for node in segment.nodes:
+            reason = _unsafe(node)
+            if reason:
+                stack = node.meta.get("nn_module_stack") or {}
+                module = next(reversed(stack.values()))[0] if stack else "a function"
+                raise RefusedError(
+                    f"{reason} in {module}, inside the velocity call at {segment.where}. The calls of a group stand "
+                    "in for each other, and a shut gate runs a forward again: both need a velocity that depends on "
+                    "its inputs alone. Use net.eval(), set the dropout to 0, or use GroupNorm or LayerNorm."
+                )
+
+
+def _unsafe(node: fx.Node) -> str | None:
+    name = getattr(node.target, "__name__", str(node.target))
+    named = {**dict(enumerate(node.args)), **node.kwargs}
+    if "dropout" in name and named.get("training", named.get(2, True)) and named.get("p", named.get(1, 0.5)):
+        return f"Dropout ({name}) is active"
+    if name == "scaled_dot_product_attention" and named.get("dropout_p", named.get(4, 0.0)):
+        return "Dropout of attention is active"
+    if name == "batch_norm" and named.get("training", named.get(5, False)):
+        return "Batch normalisation is in train mode (it changes its running statistics)"
+    if name in ("rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal"):
+        return f"Random numbers are drawn ({name})"
+    return None

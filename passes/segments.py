@@ -1,0 +1,160 @@
+"""Find the velocity calls in a captured forward graph, as runs of nodes.
+
+Three sources, the surest first: the markers that `transform` and `jagg_fx.velocity` put around a call; the
+module stack that Dynamo records (a repeated call has the suffix @1, @2); repeated isomorphic subgraphs over
+the same parameters (`repeats.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from jagg_fx.errors import CaptureError
+
+
+@dataclass
+class Segment:
+    """The nodes of one velocity call, in the order of the graph."""
+
+    site: str
+    nodes: list[fx.Node]
+    time: fx.Node | None
+    where: str
+
+    def inputs(self) -> list[fx.Node]:
+        inside = set(self.nodes)
+        return list(dict.fromkeys(i for n in self.nodes for i in n.all_input_nodes if i not in inside))
+
+    def outputs(self) -> list[fx.Node]:
+        inside = set(self.nodes)
+        return [n for n in self.nodes if any(u not in inside for u in n.users)]
+
+
+def example(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def carries_gradient(node: fx.Node) -> bool:
+    v = example(node)
+    if isinstance(v, (tuple, list)):
+        return any(isinstance(x, torch.Tensor) and x.requires_grad for x in v)
+    return isinstance(v, torch.Tensor) and v.requires_grad
+
+
+_FRAME = re.compile(r'File "(?P<file>.*?)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>.*)')
+
+
+def where(node: fx.Node) -> str:
+    """File, line and text of the user's code that made a node."""
+    frames = [m.groupdict() for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    frames = [f for f in frames if not re.search(r"[/\\](jagg_fx|torch)[/\\]", f["file"])] or frames
+    if not frames:
+        return "an unknown line"
+    f = frames[0]
+    return f"{f['file']}:{f['line']}: {f['code'].strip()}"
+
+
+def find(gm: fx.GraphModule) -> list[Segment]:
+    """The velocity calls of a captured loss that carry gradient, in order. Raises CaptureError if unclear."""
+    marked = from_markers(gm)
+    found = marked if marked is not None else from_module_stack(gm)
+    return [s for s in found if any(carries_gradient(n) for n in s.outputs())]
+
+
+def from_markers(gm: fx.GraphModule) -> list[Segment] | None:
+    """Calls between jagg_fx::begin and jagg_fx::end (the outermost pair); the markers leave the graph."""
+    begin, end = torch.ops.jagg_fx.begin.default, torch.ops.jagg_fx.end.default
+    found: list[Segment] = []
+    markers: list[fx.Node] = []
+    depth = 0
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in (begin, end):
+            markers.append(node)
+            if node.target is begin:
+                if depth == 0:
+                    found.append(Segment(node.args[1], [], node.args[0], where(node)))
+                depth += 1
+            else:
+                depth -= 1
+        elif depth and node.op not in ("placeholder", "get_attr"):
+            found[-1].nodes.append(node)
+    for node in markers:
+        gm.graph.erase_node(node)
+    return found if markers else None
+
+
+def from_module_stack(gm: fx.GraphModule) -> list[Segment]:
+    """Calls of the one module that is called several times with gradient, outermost if nested."""
+    calls: dict[str, dict[str, list[fx.Node]]] = {}
+    depth: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        for level, (key, (path, kind)) in enumerate((node.meta.get("nn_module_stack") or {}).items()):
+            module = key.split("@")[0]
+            calls.setdefault(module, {}).setdefault(key, []).append(node)
+            depth[module] = min(level, depth.get(module, level))
+            names[module] = f"{path} ({getattr(kind, '__name__', kind)})"
+    live = {
+        m: {k: nodes for k, nodes in by_call.items() if any(map(carries_gradient, nodes))}
+        for m, by_call in calls.items()
+    }
+    repeated = {m for m, by_call in live.items() if len(by_call) > 1 and _has_parameters(by_call)}
+    outer = {m for m in repeated if not any(_inside(live[m], live[o]) for o in repeated - {m})}
+    if len(outer) > 1:
+        listed = ", ".join(f"{names[m]}, {len(live[m])} calls" for m in sorted(outer))
+        raise CaptureError(
+            f"Several modules are called more than once with gradient in this loss: {listed}. Groups are made of "
+            "the calls of one velocity. Say which one it is: velocity=..., or call it through "
+            "jagg_fx.velocity(net, z, t)."
+        )
+    for module in outer:
+        return [
+            Segment(names[module], nodes, None, where(nodes[0])) for nodes in live[module].values()
+        ]
+    return []
+
+
+def _has_parameters(by_call: dict[str, list[fx.Node]]) -> bool:
+    """Whether the calls share an input that carries gradient: weights, not an activation passing through."""
+    shared: set[fx.Node] | None = None
+    for nodes in by_call.values():
+        inputs = {i for i in Segment("", nodes, None, "").inputs() if carries_gradient(i)}
+        shared = inputs if shared is None else shared & inputs
+    return bool(shared)
+
+
+def _inside(inner: dict[str, list[fx.Node]], outer: dict[str, list[fx.Node]]) -> bool:
+    every = {n for nodes in outer.values() for n in nodes}
+    return all(n in every for nodes in inner.values() for n in nodes)
+
+
+def find_time(segments: list[Segment], index: str | int | None = None) -> None:
+    """Fill in the time of calls found without markers: the one small input that differs between calls."""
+    if all(s.time is not None for s in segments):
+        return
+    shared = set.intersection(*(set(s.inputs()) for s in segments))
+    for segment in segments:
+        own = [i for i in segment.inputs() if i not in shared and isinstance(example(i), torch.Tensor)]
+        small = [i for i in own if example(i).ndim <= 1]
+        named = [i for i in small if re.search(r"(^|_)(t|ts|times?|timesteps?|sigmas?)(_|\d|$)", i.name)]
+        for choice in (small, named):
+            if len(choice) == 1:
+                segment.time = choice[0]
+        if segment.time is None:
+            raise CaptureError(
+                f"The time of the velocity call at {segment.where} could not be told: of its inputs that differ "
+                f"between calls, {_shapes(own)}, exactly one should be a scalar or have one entry per row. Call it "
+                "through jagg_fx.velocity(net, z, t), or use jagg_fx.transform, which sees the arguments."
+            )
+
+
+def _shapes(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(f"{n.name} {tuple(example(n).shape)}" for n in nodes) or "none"

@@ -1,0 +1,70 @@
+"""Swap forward calls for ones that compute no more than what is still used.
+
+Assumes: pruned. Leaves: a pruned timestep's forward returns its velocity alone, so that nothing of it is kept
+for a backward; what a body would hand through from its operands (parameters, mostly) is read from them.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .joint import Joint, body_of, call_region, fresh, getitems, item, results
+
+
+def run(joint: Joint) -> None:
+    made: dict[tuple, str] = {}
+    for forward in joint.forwards:
+        _pass_through(joint, forward)
+        slim(joint, forward, made)
+
+
+def _pass_through(joint: Joint, forward: fx.Node) -> None:
+    """Read outputs that are a body's own inputs from the operands."""
+    body = body_of(joint.gm, forward)
+    inputs = {n: i for i, n in enumerate(body.graph.find_nodes(op="placeholder"))}
+    returned = results(body.graph)
+    for index, nodes in getitems(forward).items():
+        if returned[index] in inputs:
+            for node in nodes:
+                node.replace_all_uses_with(forward.args[2 + inputs[returned[index]]])
+                joint.graph.erase_node(node)
+
+
+def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> None:
+    used = tuple(sorted(i for i, nodes in getitems(forward).items() if any(n.users for n in nodes)))
+    body = body_of(joint.gm, forward)
+    if len(used) == len(results(body.graph)) or not used:
+        return
+    key = (forward.args[0].target, used)  # type: ignore[union-attr]
+    if key not in made:
+        made[key] = fresh(joint.gm, f"{key[0]}_slim")
+        joint.gm.register_module(made[key], narrowed(body, used))
+    attr = made[key]
+    with joint.graph.inserting_before(forward):
+        node = call_region(joint.graph, getattr(joint.gm, attr), attr, forward.args[2:])
+        for new, old in enumerate(used):
+            out = item(joint.graph, node, new)
+            for g in getitems(forward).get(old, []):
+                g.replace_all_uses_with(out)
+                joint.graph.erase_node(g)
+    for nodes in getitems(forward).values():
+        for g in nodes:
+            joint.graph.erase_node(g)
+    joint.graph.erase_node(forward)
+
+
+def narrowed(body: fx.GraphModule, used: tuple[int, ...]) -> fx.GraphModule:
+    """A copy of a body that returns only these outputs."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    returned = results(body.graph)
+    for node in body.graph.nodes:
+        if node.op == "output":
+            graph.output(tuple(env[returned[i]] for i in used))
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    out = fx.GraphModule(body, graph)
+    out.graph.eliminate_dead_code()
+    out.recompile()
+    out.meta = dict(body.meta)
+    return out

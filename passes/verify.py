@@ -1,0 +1,110 @@
+"""Rules that hold after every pass. A broken one is a bug of the rewrite, caught before anything runs."""
+
+from __future__ import annotations
+
+import operator
+
+import networkx as nx
+import torch
+from torch import fx
+
+from jagg_fx import _torch
+from jagg_fx.errors import VerifyError
+
+from .joint import Joint, body_of, data_flow, is_call, is_region, results, value
+
+_MARKERS = (torch.ops.jagg_fx.call.default, torch.ops.jagg_fx.cotangent.default)
+
+
+def verify(joint: Joint, after: str) -> None:
+    """Raise VerifyError naming the pass and the rule if the graph breaks one."""
+    try:
+        joint.graph.lint()
+    except Exception as error:
+        raise VerifyError(f"after {after}: the graph is not well formed: {error}") from error
+    for rule in (_no_marker, _calls_are_closed, _independent, _pruned_is_gone, _regions_fit, _branches_agree):
+        broken = rule(joint)
+        if broken:
+            raise VerifyError(f"after {after}: {broken}")
+
+
+def _no_marker(joint: Joint) -> str | None:
+    left = [n.name for n in joint.graph.nodes if n.op == "call_function" and n.target in _MARKERS]
+    return f"markers are left in the graph: {left}" if left else None
+
+
+def _calls_are_closed(joint: Joint) -> str | None:
+    """A backward call reads its own forward's saved values, its operands and cotangents, nothing else."""
+    for index, site in joint.sites.items():
+        if site.backward is None:
+            continue
+        for position, arg in enumerate(site.backward.args[2:], start=2):
+            if position in site.cotangents or not isinstance(arg, fx.Node) or arg in site.operands:
+                continue
+            if is_call(arg, operator.getitem) and is_region(arg.args[0]):
+                owner = arg.args[0]
+                if owner is site.forward or owner.args[2:] == site.forward.args[2:]:  # type: ignore[union-attr]
+                    continue
+                return f"the backward of call {index} reads {arg.name}, saved by another call"
+            if isinstance(value(arg), torch.Tensor):
+                return f"the backward of call {index} reads {arg.name}, which is neither saved nor an operand"
+    return None
+
+
+def _independent(joint: Joint) -> str | None:
+    backward = {s.backward: i for i, s in joint.sites.items() if s.backward is not None}
+    flow = data_flow(joint.graph)
+    for node, index in backward.items():
+        below = nx.descendants(flow, node) & backward.keys()
+        if below:
+            return f"the backward of call {index} feeds that of call {backward[below.pop()]}"
+    return None
+
+
+def _pruned_is_gone(joint: Joint) -> str | None:
+    """Once a pruned backward is taken out, nothing may still call it, and no value of it may be read."""
+    alive = set(joint.graph.nodes)
+    for group in joint.groups:
+        for call in group.pruned:
+            site = joint.sites[call]
+            if site.backward is not None and site.backward not in alive:
+                return f"call {call} still names a backward that was erased"
+    return None
+
+
+def _regions_fit(joint: Joint) -> str | None:
+    """Every region call has as many operands as its body has inputs, with the same shapes and dtypes."""
+    for node in joint.graph.nodes:
+        if not is_region(node):
+            continue
+        inputs = body_of(joint.gm, node).graph.find_nodes(op="placeholder")
+        if len(inputs) != len(node.args) - 2:
+            return f"{node.name} has {len(node.args) - 2} operands, its body takes {len(inputs)}"
+        for arg, placeholder in zip(node.args[2:], inputs, strict=True):
+            if not isinstance(arg, fx.Node):
+                continue
+            a, b = value(arg), placeholder.meta.get("val")
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                if a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
+                    return f"{node.name}: operand {arg.name} is {a.dtype} {tuple(a.shape)}, its body takes {b.dtype} {tuple(b.shape)}"
+    return None
+
+
+def _branches_agree(joint: Joint) -> str | None:
+    """The two branches of a gate return the same shapes, dtypes and strides, and none of their inputs."""
+    for name, body in joint.gm.named_children():
+        if not isinstance(body, fx.GraphModule):
+            continue
+        for node in body.graph.find_nodes(op="call_function", target=_torch.cond):
+            branches = [getattr(body, a.target) for a in node.args[1:3]]
+            looks = [[_look(n) for n in results(b.graph)] for b in branches]
+            if looks[0] != looks[1]:
+                return f"the branches of {name} disagree: {looks[0]} and {looks[1]}"
+            if any(n.op == "placeholder" for b in branches for n in results(b.graph)):
+                return f"a branch of {name} returns one of its inputs"
+    return None
+
+
+def _look(node: fx.Node) -> tuple:
+    v = value(node)
+    return tuple(v.shape), v.dtype, tuple(v.stride()), v.device
