@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.backends.common  # not loaded by `import torch`
+import torch._functorch._aot_autograd.graph_compile
 import torch._functorch.config
 import torch.fx.experimental.proxy_tensor
 from torch import fx
@@ -100,9 +101,21 @@ def inductor_options(mode: str | None, options: dict[str, Any] | None) -> dict[s
 
 @contextlib.contextmanager
 def _compile_context() -> Any:
-    # Donated buffers make a second loss.backward(retain_graph=True) an error.
-    with torch._functorch.config.patch(donated_buffer=False):
+    """Compile a backward that may run twice: with donated buffers, backward(retain_graph=True) is an error.
+
+    The config switch alone does not do: torch reads it again when the backward runs.
+    """
+    module, name = torch._functorch._aot_autograd.graph_compile, "collect_bw_donated_buffer_idxs"
+    if not hasattr(module, name):
+        with torch._functorch.config.patch(donated_buffer=False):
+            yield
+        return
+    before = getattr(module, name)
+    setattr(module, name, lambda *args, **kwargs: [])
+    try:
         yield
+    finally:
+        setattr(module, name, before)
 
 
 def inside_functorch() -> list[str]:
@@ -132,3 +145,9 @@ def capture_errors() -> tuple[type[BaseException], ...]:
 
 def reset_dynamo_code(code: Any) -> None:
     torch._dynamo.reset_code(code)
+
+
+def short_message(error: BaseException) -> str:
+    """Dynamo's message without its advice on debugging."""
+    text = str(error).split("Set TORCHDYNAMO_VERBOSE")[0]
+    return text.strip()

@@ -26,16 +26,25 @@ def velocity(f: Callable, z: Any, t: Any, *more: Any, **kwargs: Any) -> Any:
     as a tensor, a tuple, a dict or an object, as models do. Outside of a capture it just calls f.
     """
     if not torch.compiler.is_dynamo_compiling():
+        _count.marks = count_marks() + 1
         return f(z, t, *more, **kwargs)
     return _marked(f, t, getattr(f, "__name__", type(f).__name__), (z, t, *more), kwargs)
+
+
+_count = threading.local()
+
+
+def count_marks() -> int:
+    """How many marked calls ran outside of a capture in this thread."""
+    return getattr(_count, "marks", 0)
 
 
 def _marked(f: Callable, t: Any, site: str, args: tuple, kwargs: dict) -> Any:
     if not isinstance(t, torch.Tensor):
         t = torch.tensor(t)
-    torch.ops.jagg_fx.begin(t, site)
+    torch.ops.jagg_fx.begin.default(t, site)
     out = f(*args, **kwargs)
-    torch.ops.jagg_fx.end(t)
+    torch.ops.jagg_fx.end.default(t)
     return out
 
 

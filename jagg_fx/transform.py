@@ -1,0 +1,252 @@
+"""`transform`: a loss in, a step with the rewritten gradient out."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _torch
+from .backend import Backend
+from .discover import discover
+from .errors import CaptureError, JaggError, JaggWarning, RefusedError
+from .options import Options, check
+from .stats import Stats
+from .marking import installed, marking_forward
+
+__all__ = ["Step", "transform"]
+
+
+def transform(loss_fn: Callable, W: int = 4, **options: Any) -> Step:
+    """A step that computes the loss as it is, and its gradient with two backwards per group of W timesteps.
+
+    loss_fn(params, *args), with a pytree of tensors that it hands to torch.func.functional_call, or
+    loss_fn(net, *args) with an nn.Module. It returns a scalar loss, or `(loss, aux)` with has_aux, and calls
+    the velocity once per timestep in a Python loop on stored states. It is not edited.
+
+    Options (method: arXiv 2607.17572; formulas in `jagg_fx.estimators`, `jagg_fx.gates`):
+      W          steps per group, an int >= 1; 1 and 2 are exact.
+      estimator  "endpoints" (the paper), "exact", or an object with nodes(n) and weights(lam).
+      gate, tau  "cosine": the smallest cosine of a group must reach tau; "cosine-mean": the mean must; None:
+                 no gate and no branch in the graph.
+      weights    "time": lambda from the times, in any unit; "index": j / (W - 1).
+      velocity   the nn.Module or function whose calls are the timesteps; found by itself where one module
+                 is called several times with gradient.
+      time       which argument of the velocity is the time: position or name; by default the one named t,
+                 timestep, timesteps, time or sigma, else the second.
+      has_aux    loss_fn returns (loss, aux).
+      compiler   "inductor", or "eager": the same rewritten graph, run without code generation.
+      mode, options, dynamic   handed on to torch.compile and Inductor.
+
+    Errors: OptionError (a ValueError) at once for a bad option. At the first step: CaptureError if the calls
+    are not found or the loss cannot be captured, RefusedError if the rewrite would be wrong.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"transform takes a loss function; found {type(loss_fn).__name__}.")
+    chosen = check(W, **options)
+    _warn_if_useless(chosen)
+    return Step(loss_fn, chosen)
+
+
+def _warn_if_useless(options: Options) -> None:
+    if options.plan.estimator.name != "exact" and options.plan.W == 2:
+        warnings.warn("W=2 keeps both backwards of every group: the gradient is exact and nothing is saved. "
+                      "Use W=4 or more to save.", JaggWarning, stacklevel=3)  # fmt: skip
+
+
+class Step:
+    """What `transform` returns. Call it like the loss; see `transform` for the options.
+
+    step(*args) -> loss, or (loss, aux): `loss.backward()` then fills `.grad`, so hooks, scalers and
+    optimisers work. step.grad_and_value(*args) -> (gradients, loss) in the order of torch.func; with an
+    nn.Module first, gradients are a dict by parameter name, None where eager gives None. torch.func.grad(step)
+    gives the same gradient. step.stats: the gates of the last step.
+    """
+
+    def __init__(self, loss_fn: Callable, options: Options, backend: Backend | None = None) -> None:
+        self.loss_fn = loss_fn
+        self.options = options
+        self.backend = backend or Backend(options)
+        self._compiled = torch.compile(
+            _own_code(loss_fn), backend=self.backend, fullgraph=True, dynamic=options.dynamic
+        )
+        self._forwards: dict[int, tuple[nn.Module, Callable]] = {}
+        self._looked_for: set[tuple] = set()
+        self._velocity: nn.Module | None = None
+        if isinstance(options.velocity, nn.Module):
+            self._velocity = options.velocity
+        self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
+
+    @property
+    def stats(self) -> Stats:
+        return self.backend.stats
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        transforms = _torch.inside_functorch()
+        if transforms:
+            return _functorch_call(self, transforms, args, kwargs)
+        return self._run(args, kwargs)
+
+    def grad_and_value(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """(gradients, loss), or (gradients, (loss, aux)) with has_aux, for the first argument.
+
+        A pytree of tensors gives gradients of the same structure, zeros where the loss does not depend on a
+        tensor, as torch.func.grad_and_value does. An nn.Module gives a dict by parameter name, None for frozen
+        and unused parameters. `.grad` is left as it is.
+        """
+        first, *rest = args
+        if isinstance(first, nn.Module):
+            named = {n: p for n, p in first.named_parameters() if p.requires_grad}
+            with torch.enable_grad():
+                out = self._run(args, kwargs)
+            loss = out[0] if self.options.has_aux else out
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            by_name = dict(zip(named, found, strict=True))
+            grads: Any = {n: by_name.get(n) for n, _ in first.named_parameters()}
+        else:
+            leaves, spec = pytree.tree_flatten(first)
+            fresh = [_leaf(x) for x in leaves]
+            trained = [x for x in fresh if isinstance(x, Tensor) and x.requires_grad]
+            with torch.enable_grad():
+                out = self._run((pytree.tree_unflatten(fresh, spec), *rest), kwargs)
+            loss = out[0] if self.options.has_aux else out
+            found = torch.autograd.grad(loss, trained, allow_unused=True)
+            given = iter(torch.zeros_like(x) if g is None else g for g, x in zip(found, trained, strict=True))
+            grads = pytree.tree_unflatten(
+                [next(given) if isinstance(x, Tensor) and x.requires_grad else None for x in fresh], spec
+            )
+        return grads, pytree.tree_map(_detached, out)
+
+    def _run(self, args: tuple, kwargs: dict) -> Any:
+        self._find_velocity(args, kwargs)
+        module = self._velocity
+        forward = None if module is None else self._forward_of(module)
+        try:
+            with installed(module, forward):
+                out = self._compiled(*args, **kwargs)
+        except _torch.capture_errors() as error:
+            raise _explained(error) from error
+        return self._checked(out)
+
+    def _checked(self, out: Any) -> Any:
+        if self.options.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+            raise CaptureError(f"With has_aux=True the loss must return (loss, aux); it returned {_shape(out)}.")
+        loss = out[0] if self.options.has_aux else out
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise CaptureError(
+                f"The loss must be a scalar tensor; it is {_shape(loss)}. Take its mean or sum"
+                + ("." if self.options.has_aux else ", or use has_aux=True if the function returns (loss, aux).")
+            )
+        return out
+
+    def _forward_of(self, module: nn.Module) -> Callable:
+        """The marking forward of a module: one object for ever, since guards compare it by identity."""
+        if id(module) not in self._forwards:
+            self._forwards[id(module)] = (module, marking_forward(module, self.options.time))
+        return self._forwards[id(module)][1]
+
+    def _find_velocity(self, args: tuple, kwargs: dict) -> None:
+        """Once for each set of modules among the arguments."""
+        if self.options.velocity is not None:
+            return
+        modules = tuple(id(a) for a in args if isinstance(a, nn.Module))
+        if modules in self._looked_for:
+            return
+        self._velocity = discover(self.loss_fn, args, kwargs)
+        self._looked_for = {modules}
+
+
+def _own_code(loss_fn: Callable) -> Callable:
+    """A caller of loss_fn with a code object of its own: Dynamo counts recompiles per code object, and several
+    transforms of one loss must not share that count."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return loss_fn(*args, **kwargs)
+
+    return types.FunctionType(
+        traced.__code__.replace(co_name=getattr(loss_fn, "__name__", "loss_fn")),
+        traced.__globals__,
+        "traced",
+        None,
+        traced.__closure__,
+    )
+
+
+def _leaf(x: Any) -> Any:
+    if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+        return x.detach().requires_grad_()
+    return x
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _shape(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+def _explained(error: BaseException) -> BaseException:
+    """What a failed capture means for the user."""
+    inner = _torch.unwrap_backend_error(error)
+    if isinstance(inner, JaggError) or inner is not error:
+        return inner
+    return CaptureError(
+        "The loss could not be captured as one graph, which the rewrite needs. Usually a Python branch or an index "
+        "depends on a tensor's value (.item(), .nonzero(), `if tensor:`); compute it outside of the loss and pass "
+        f"it in. What torch says, with the line:\n{_torch.short_message(error)}"
+    )
+
+
+def _functorch_call(step: Step, transforms: list[str], args: tuple, kwargs: dict) -> Any:
+    """Under torch.func.grad: a compiled function would run uncompiled there, with the exact gradient."""
+    if transforms != ["Grad"]:
+        raise RefusedError(
+            f"A transformed step was called under torch.func transforms {transforms}. Its gradient is estimated, so "
+            "only one level of torch.func.grad (or grad_and_value, vjp) has a meaning: no vmap over a step, no "
+            "forward mode, no second derivative. Use step.grad_and_value, or loop over the batch."
+        )
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    trained = [i for i, x in enumerate(leaves) if _torch.needs_functorch_grad(x)]
+    if not trained:
+        return step._run(args, kwargs)
+    box = types.SimpleNamespace()  # not a pytree: autograd.Function hands it through as it is
+    flat = _Estimated.apply(step, spec, trained, box, *leaves)
+    return pytree.tree_unflatten(list(flat), box.out)
+
+
+class _Estimated(torch.autograd.Function):
+    """The step as one differentiable operation, for torch.func: gradients are computed with the loss."""
+
+    @staticmethod
+    def forward(step: Step, spec: Any, trained: list[int], box: Any, *leaves: Any) -> Any:
+        fresh = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        for i in trained:
+            fresh[i].requires_grad_()
+        args, kwargs = pytree.tree_unflatten(fresh, spec)
+        with torch.enable_grad():
+            out = step._run(args, kwargs)
+        loss = out[0] if step.options.has_aux else out
+        found = torch.autograd.grad(loss, [fresh[i] for i in trained], allow_unused=True)
+        outs, box.out = pytree.tree_flatten(out)
+        box.gradients = [torch.zeros_like(fresh[i]) if g is None else g for g, i in zip(found, trained)]
+        return tuple(_detached(x) for x in outs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        _, _, ctx.trained, box, *leaves = inputs
+        ctx.leaves = len(leaves)
+        ctx.gradients = box.gradients
+        ctx.mark_non_differentiable(*(x for x in output[1:] if isinstance(x, Tensor)))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> Any:
+        grads: list[Any] = [None] * ctx.leaves
+        for i, x in zip(ctx.trained, ctx.gradients, strict=True):
+            grads[i] = (x * g).to(x.dtype)
+        return (None, None, None, None, *grads)
