@@ -10,8 +10,9 @@ from .errors import (
     TimesError,
     VerifyError,
 )
-from .transform import Step, transform
 from .marking import velocity
+from .report import Report, explain
+from .transform import Step, transform
 
 __all__ = [
     "CaptureError",
@@ -19,10 +20,12 @@ __all__ = [
     "JaggWarning",
     "OptionError",
     "RefusedError",
+    "Report",
     "Step",
     "TimesError",
     "VerifyError",
     "backend",
+    "explain",
     "transform",
     "velocity",
 ]

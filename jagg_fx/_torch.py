@@ -56,10 +56,17 @@ def _as_is(gm: fx.GraphModule, inputs: Any) -> Callable:
     return make_boxed_func(gm.forward)
 
 
-def compile_eager(gm: fx.GraphModule, inputs: Sequence[Any], rewrite: Callable) -> Callable:
-    """Run the rewritten forward and backward graphs without code generation."""
+def compile_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], rewrite: Callable, look: Callable | None = None
+) -> Callable:
+    """Run the rewritten forward and backward graphs without code generation.
+
+    look, if given, sees each joint graph before it is rewritten, with its inputs and number of outputs.
+    """
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        if look is not None:
+            look(joint, joint_inputs, kwargs["num_fwd_outputs"])
         rewrite(joint)
         return min_cut(joint, joint_inputs, **kwargs)
 

@@ -124,6 +124,7 @@ class Step:
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         self._find_velocity(args, kwargs)
+        args = _aliased(args)
         module = self._velocity
         forward = None if module is None else self._forward_of(module)
         try:
@@ -175,6 +176,17 @@ def _own_code(loss_fn: Callable) -> Callable:
         None,
         traced.__closure__,
     )
+
+
+def _aliased(args: tuple) -> tuple:
+    """The arguments with new tensor objects in the first one, if it is a pytree of tensors.
+
+    Dynamo takes a parameter that is also an attribute of the module for that attribute, and misses that a later
+    call hands in another tensor (seen up to torch 2.14): the gradient would be that of stale weights.
+    """
+    if not args or isinstance(args[0], nn.Module):
+        return args
+    return (pytree.tree_map_only(Tensor, lambda x: x.view_as(x), args[0]), *args[1:])
 
 
 def _leaf(x: Any) -> Any:

@@ -42,6 +42,7 @@ def rewrite(gm: fx.GraphModule, plan: Plan, watch=None) -> Joint | None:
         verify(joint, name)
         if watch is not None:
             watch(name, joint)
+    gm.graph.eliminate_dead_code()
     gm.recompile()
     return joint
 

@@ -1,0 +1,247 @@
+"""`explain`: what the rewrite finds in a loss and does to its graph, without running the loss."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import _torch
+from .backend import Backend
+from .errors import CaptureError
+from .estimators import Exact, index_lambdas, lambdas
+from .options import check
+from .passes import Joint, rewrite
+from .plan import Call, Group, Plan
+from .transform import Step
+
+__all__ = ["Report", "explain"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One graph, before or after the rewrite, in numbers."""
+
+    forward_calls: int
+    backward_calls: int
+    nodes: int
+    saved_bytes: int
+
+
+@dataclass
+class Report:
+    """What `explain` returns; print it.
+
+    sites: the velocity calls that carry gradient, with file and line. times: their times, as tensors. groups:
+    groups of consecutive timesteps, with the calls that keep their backward (`kept`) and those that do not
+    (`pruned`). weights: per group the matrix C, one row for each kept call. before, after: joint
+    forward-backward graphs (`print(report.after.code)`). saved_bytes_before, saved_bytes_after: bytes of
+    activations kept between forward and backward, parameters and inputs not counted. passes: what each pass
+    left, (name, calls, backwards, nodes).
+    """
+
+    name: str
+    plan: Plan
+    sites: list[Call]
+    times: list[Tensor]
+    groups: list[Group]
+    weights: list[list[list[Any]]]
+    before: fx.GraphModule
+    after: fx.GraphModule
+    sides: tuple[Side, Side]
+    passes: list[tuple[str, int, int]]
+
+    @property
+    def saved_bytes_before(self) -> int:
+        return self.sides[0].saved_bytes
+
+    @property
+    def saved_bytes_after(self) -> int:
+        return self.sides[1].saved_bytes
+
+    def __str__(self) -> str:
+        p, (a, b) = self.plan, self.sides
+        gate = "no gate" if p.gate is None else f"gate {p.gate} >= {p.tau:g}"
+        lines = [
+            f"{self.name}: {len(self.sites)} velocity calls of {', '.join(sorted({c.site for c in self.sites}))}",
+            f"  first at {self.sites[0].where}",
+            f"  W={p.W}, {p.estimator.name}, weights by {p.weights}, {gate}",
+            "",
+            "  call  time        group  backward",
+        ]
+        for call, time in zip(self.sites, self.times, strict=True):
+            group = next(g for g in self.groups if call.index in g.calls)
+            lines.append(f"  {call.index:4d}  {_short(time):10s}  {group.number:5d}  {self._role(call, group)}")
+        share = f" ({b.saved_bytes / a.saved_bytes:.0%})" if a.saved_bytes else ""
+        lines += [
+            "",
+            "                          before      after",
+            f"  forward calls       {a.forward_calls:12d} {b.forward_calls:10d}",
+            f"  backward calls      {a.backward_calls:12d} {b.backward_calls:10d}",
+            f"  graph nodes         {a.nodes:12d} {b.nodes:10d}",
+            f"  saved activations   {_bytes(a.saved_bytes):>12s} {_bytes(b.saved_bytes):>10s}{share}",
+        ]
+        if any(g.pruned for g in self.groups) and p.gate is not None:
+            lines.append("  (an open gate runs the backward calls above; a shut one runs the exact ones)")
+        return "\n".join(lines)
+
+    def _role(self, call: Call, group: Group) -> str:
+        if call.index not in group.kept:
+            return "<pruned>"
+        row = self.weights[group.number][group.kept.index(call.index)]
+        terms = [
+            f"{'' if _short(w) == '1' else _short(w) + ' '}g{k}"
+            for w, k in zip(row, group.calls, strict=True)
+            if not (isinstance(w, float) and w == 0)
+        ]
+        return f"of {' + '.join(terms)}"
+
+
+class _Done(Exception):
+    """The graphs have been seen: nothing needs to run."""
+
+
+class _Inspector(Backend):
+    """A backend that looks at the graphs and stops."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.seen: dict[str, Any] = {}
+
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        marks = gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
+        times = _subgraph(gm, [m.args[1] for m in marks])
+
+        def look(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int) -> None:
+            exact = dataclasses.replace(self.options.plan, estimator=Exact())
+            for name, plan in (("before", exact), ("after", self.options.plan)):
+                graph = _copy(joint)
+                passes: list[tuple[str, int, int]] = []
+                state = rewrite(graph, plan, lambda n, j, p=passes: p.append((n, _backwards(j), len(j.graph.nodes))))
+                if state is not None:
+                    self.seen[name] = (graph, state, _saved(graph, joint_inputs, num_fwd_outputs), passes)
+
+        _torch.compile_eager(gm, inputs, lambda joint: None, look)
+
+        def run(*args: Any) -> Any:
+            self.seen["times"] = [t.detach().cpu() for t in times(*args)]
+            raise _Done
+
+        return run
+
+
+def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -> Report:
+    """What `transform(loss_fn, W, **options)` will do to this loss: calls, groups, weights, graphs, memory.
+
+    Captures and rewrites the graph on the example arguments; nothing is run or compiled. Takes the options of
+    `transform`; raises its errors.
+    """
+    chosen = check(W, **{**options, "compiler": "eager"})
+    inspector = _Inspector(chosen)
+    step = Step(loss_fn, chosen, inspector)
+    with torch.enable_grad():
+        try:
+            step(*_trainable(example_args))
+        except _Done:
+            pass
+    if "after" not in inspector.seen:
+        raise CaptureError("No gradient was found to rewrite: nothing among the arguments requires grad.")
+    before, exact, saved_before, _ = inspector.seen["before"]
+    after, state, saved_after, passes = inspector.seen["after"]
+    calls = [s.call for _, s in sorted(state.sites.items())]
+    all_times = inspector.seen["times"]
+    times = {c.index: all_times[c.index] for c in calls}
+    return Report(
+        getattr(loss_fn, "__name__", "loss_fn"),
+        chosen.plan,
+        calls,
+        list(times.values()),
+        state.groups,
+        [_weights(chosen.plan, [times[c] for c in g.calls]) for g in state.groups],
+        before,
+        after,
+        (_side(exact, saved_before), _side(state, saved_after)),
+        passes,
+    )
+
+
+def _trainable(args: tuple) -> tuple:
+    """torch.func style parameters need not require grad: explain as grad_and_value would see them."""
+    from torch.utils import _pytree as pytree
+
+    if not args or isinstance(args[0], torch.nn.Module):
+        return args
+    leaves = pytree.tree_leaves(args[0])
+    if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+        return args
+    grow = lambda x: x.detach().requires_grad_() if x.is_floating_point() else x  # noqa: E731
+    return (pytree.tree_map_only(Tensor, grow, args[0]), *args[1:])
+
+
+def _weights(plan: Plan, times: list[Tensor]) -> list[list[Any]]:
+    n = len(times)
+    lam = index_lambdas(n) if plan.weights == "index" else lambdas(times)
+    if len(plan.estimator.nodes(n)) == n:
+        return Exact().weights([0.0] * n)
+    return plan.estimator.weights(lam)
+
+
+def _subgraph(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
+    """Only what these nodes need, as a function of the same inputs."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in nodes))
+    out = fx.GraphModule(gm, graph)
+    out.graph.eliminate_dead_code()
+    out.recompile()
+    return out
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that can be rewritten; bodies of calls are shared, since passes add bodies and change none."""
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def _saved(gm: fx.GraphModule, inputs: Any, num_fwd_outputs: int) -> int:
+    forward, _ = _torch.min_cut(_copy(gm), inputs, num_fwd_outputs=num_fwd_outputs)
+    kept = forward.graph.output_node().args[0][num_fwd_outputs:]  # type: ignore[index]
+    tensors = [n.meta["val"] for n in dict.fromkeys(kept) if isinstance(n, fx.Node) and n.op != "placeholder"]
+    return sum(v.numel() * v.element_size() for v in tensors if isinstance(v, Tensor))
+
+
+def _backwards(joint: Joint) -> int:
+    """Backward calls that run if every gate is open."""
+    gated = {g.number for g in joint.groups if g.number in joint.opens}
+    direct = sum(s.backward is not None for s in joint.sites.values())
+    branched = sum(
+        len(g.kept) for g in joint.groups if g.number in gated and joint.sites[g.calls[0]].backward is None
+    )
+    return direct + branched
+
+
+def _side(joint: Joint, saved: int) -> Side:
+    return Side(len(joint.forwards), _backwards(joint), len(joint.graph.nodes), saved)
+
+
+def _short(x: Any) -> str:
+    if isinstance(x, Tensor):
+        if x.numel() > 1:
+            return f"{x.min().item():.4g}..{x.max().item():.4g}"
+        x = x.item()
+    return f"{x:.4g}"
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024  # type: ignore[assignment]
+    raise AssertionError
