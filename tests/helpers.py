@@ -50,7 +50,12 @@ def run(case: Case, style: str = "params", entry: str = "grad_and_value", **opti
 
 
 def _by_backward(call: Any, subject: Any, named: Mapping[str, Tensor], case: Case) -> Result:
-    out = call(subject, *case.args)
+    try:
+        out = call(subject, *case.args)
+    except torch._dynamo.exc.BackendCompilerFailed as e:
+        if isinstance(e.inner_exception, jagg_fx.JaggError):  # torch.compile wraps what a backend raises
+            raise e.inner_exception from e
+        raise
     loss, aux = out if case.has_aux else (out, None)
     loss.backward()
     return Result({k: p.grad for k, p in named.items()}, loss.detach(), aux)

@@ -65,11 +65,6 @@ def test_loss_fn_must_be_callable() -> None:
         jagg_fx.transform(torch.zeros(()), W=4)
 
 
-def test_numpy_integers_are_integers() -> None:
-    numpy = pytest.importorskip("numpy")
-    jagg_fx.transform(lambda params: None, W=numpy.int64(4))
-
-
 def test_errors_are_runtime_errors() -> None:
     assert issubclass(jagg_fx.JaggError, RuntimeError)
 

@@ -48,18 +48,18 @@ def test_two_backward_calls_per_full_group(T: int, W: int, style: str) -> None:
 
 def test_bodies_do_not_multiply_with_the_number_of_timesteps() -> None:
     """Compile time does not grow with depth times T: the bodies are the same few at T=4 and T=16."""
-    few, nodes = {}, {}
-    for T in (4, 16):
-        report = explain(simple_case(quadratic, net=MLP(4, depth=5), T=T), W=4, gate=None)
-        few[T] = (len(region_calls(report.before)), len(region_calls(report.after)))
-        nodes[T] = len(report.after.graph.nodes)
-    assert few[4] == few[16]
-    assert few[4][0] == 2  # one forward body, one backward body
-    assert few[4][1] <= 3  # and a forward that saves nothing, for the interior
-    shallow = explain(simple_case(quadratic, net=MLP(4, depth=1), T=16), W=4, gate=None)
-    grown = nodes[16] - len(shallow.after.graph.nodes)
-    # 4 more layers are 8 more parameters: placeholders, arguments and sums of gradients, no layer per call
-    assert grown < 8 * (backwards(16, 4) + 16 + 4), grown
+    few, work = {}, {}
+    for T, depth in ((4, 5), (16, 5), (16, 1)):
+        report = explain(simple_case(quadratic, net=MLP(4, depth=depth), T=T), W=4, gate=None)
+        few[T, depth] = (len(region_calls(report.before)), len(region_calls(report.after)))
+        names = [str(n.target) for n in report.after.graph.nodes if n.op == "call_function"]
+        # sums of gradients and unpacking of results are per parameter; all else is the loss, not the network
+        work[T, depth] = len([n for n in names if "getitem" not in n and "add" not in n])
+        assert not [n for n in names if any(op in n for op in ("mm", "silu", "sigmoid", "sin", "cat"))]
+    assert few[4, 5] == few[16, 5] == few[16, 1]
+    assert few[4, 5][0] == 2  # one forward body, one backward body
+    assert few[4, 5][1] <= 3  # and a forward that saves nothing, for the interior
+    assert work[16, 5] == work[16, 1]
 
 
 def test_interior_activations_are_not_saved() -> None:
@@ -137,7 +137,8 @@ def test_no_gate_leaves_no_branch() -> None:
     case = simple_case(quadratic, T=4)
 
     def branches(report):
-        return [n for n in report.after.graph.nodes if "cond" in str(n.target).split(".")[-1]]
+        graphs = [m.graph for m in report.after.modules() if isinstance(m, torch.fx.GraphModule)]
+        return [n for g in graphs for n in g.nodes if n.target is torch.ops.higher_order.cond]
 
     assert not branches(explain(case, W=4, gate=None))
     assert branches(explain(case, W=4))
