@@ -123,7 +123,7 @@ class Experts(nn.Module):
         self.per_row = nn.Parameter(torch.randn(batch, dim))
 
     def forward(self, z, t):
-        bucket = (t * self.steps).long()  # times are (k + 1/2) / steps
+        bucket = (t * self.steps).long().reshape(1)  # times are (k + 1/2) / steps
         return torch.tanh(z) * self.per_step[bucket] + self.per_row * z
 
 
@@ -592,19 +592,26 @@ def breaking(kind: str) -> Callable:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_c10_nonzero_item(style: str) -> None:
-    """Flow-matching schedulers look their index up so; the message has the line and the cure."""
-    case = simple_case(breaking("nonzero"), T=4)
-    text = refused(case, r"nonzero|item", style, W=4)
-    assert "test_cases.py" in text
-    assert "nonzero().item()" in text or "line" in text.lower()
-
-
-@pytest.mark.parametrize("kind", ["item", "float", "branch", "tolist", "mask"])
-def test_c10_other_reads_of_values(kind: str) -> None:
-    """The same kind: a Python value or a shape that depends on data.  Right, or refused with the line."""
-    case = simple_case(breaking(kind), T=4)
-    right_or_refused(case, [wanted(case, W=4)], r"test_cases\.py", W=4, gate=None)
+@pytest.mark.parametrize("kind", ["nonzero", "item", "float", "branch", "tolist", "mask"])
+def test_c10_reads_of_values(kind: str, style: str) -> None:
+    """`(timesteps == t).nonzero().item()`, as schedulers look their index up, and all else that makes a
+    Python value or a shape of data: an error with the line and what to do, or right for every batch."""
+    first = simple_case(breaking(kind), T=4, noise=0.3)
+    step = jagg_fx.transform(first.loss(style), W=4, gate=None, **EAGER)
+    for ts in (grid(4), grid(4, 0.7, 0.05), grid(4, 0.3, 0.2)):
+        zs, _, cs = first.args
+        case = Case(first.net, first.core, (zs + ts.mean(), ts, cs))
+        subject = case.trainable() if style == "params" else case.net
+        try:
+            grads, _ = step.grad_and_value(subject, *case.args)
+        except jagg_fx.JaggError as e:
+            text = str(e)
+            break
+        assert relative_error(grads, wanted(case, W=4).grads) < 1e-10
+    else:
+        return
+    assert re.search(r"test_cases\.py\D+\d+", text), text  # where
+    assert re.search(r"outside|before|pass", text), text  # and the cure
 
 
 def test_c10_print_in_the_loss() -> None:
@@ -816,7 +823,7 @@ MUTATING = {
 @pytest.mark.parametrize("name", MUTATING)
 def test_c14_mutated_state_is_refused(name: str, style: str) -> None:
     case = simple_case(quadratic, net=MUTATING[name](), T=4)
-    refused(case, r"(?i)buffer|mutat|in.?place|running_mean", style, W=4)
+    refused(case, r"(?i)buffer|mutat|in.?place|running", style, W=4)
 
 
 def test_c14_a_refused_call_has_not_run() -> None:
