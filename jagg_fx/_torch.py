@@ -26,9 +26,7 @@ def trace(fn: Callable, values: Sequence[Any]) -> fx.GraphModule:
 
     mode = torch._guards.detect_fake_mode(values)
     with mode or contextlib.nullcontext(), torch.no_grad():
-        return torch.fx.experimental.proxy_tensor.make_fx(fn, decomposition_table=select_decomp_table())(
-            *values
-        )
+        return torch.fx.experimental.proxy_tensor.make_fx(fn, decomposition_table=select_decomp_table())(*values)
 
 
 def is_random(target: Any) -> bool:
@@ -96,7 +94,7 @@ def compile_inductor(
 
     patches = {**options, "joint_custom_pre_pass": _JointPass(rewrite, key)}
     with _compile_context():
-        return compile_fx(gm, inputs, config_patches=patches)
+        return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]
 
 
 def inductor_options(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
@@ -133,9 +131,7 @@ def inside_functorch() -> list[str]:
 
 def needs_functorch_grad(x: Any) -> bool:
     """Whether the innermost torch.func transform differentiates with respect to this value."""
-    return (
-        isinstance(x, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(x) and x.requires_grad
-    )
+    return isinstance(x, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(x) and x.requires_grad
 
 
 def unwrap_backend_error(error: BaseException) -> BaseException:

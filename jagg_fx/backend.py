@@ -13,8 +13,9 @@ from torch import Tensor, fx
 
 from . import _ops, _torch
 from .errors import CaptureError
+from .marking import name_of
 from .options import Options, check
-from .passes import outline, rewrite, segments
+from .passes import outline, refuse, rewrite, segments
 from .stats import Stats
 
 __all__ = ["Backend", "backend"]
@@ -31,12 +32,13 @@ class Backend:
         self._watch = watch
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        found = segments.find(gm)
+        named = self.options.velocity
+        found = segments.find(gm, None if named is None else name_of(named))
         if not _differentiable(gm):  # under no_grad, or nothing trains: there is no gradient to rewrite
             return self._compile(gm, inputs)
         _check_calls(found)
         segments.find_time(found, self.options.time)
-        outline.refuse_unsafe(gm, found)
+        refuse.run(gm, found)
         outline.run(gm, found)
         if self.options.plan.gate is None or self.options.plan.estimator.name == "exact":
             return self._compile(gm, inputs)
@@ -65,9 +67,7 @@ class Backend:
         go = functools.partial(rewrite, plan=o.plan, watch=self._watch)
         if o.compiler == "eager":
             return _torch.compile_eager(gm, inputs, go)
-        return _torch.compile_inductor(
-            gm, inputs, go, cache_key(o), _torch.inductor_options(o.mode, o.options)
-        )
+        return _torch.compile_inductor(gm, inputs, go, cache_key(o), _torch.inductor_options(o.mode, o.options))
 
 
 def backend(W: int = 4, **options: Any) -> Backend:

@@ -29,7 +29,8 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 class Estimator(Protocol):
     """What a rewrite needs to know of an estimator."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def nodes(self, n: int) -> tuple[int, ...]:
         """Steps (0 .. n-1) of a group of n that keep their backward."""

@@ -16,12 +16,21 @@ GATES = ("cosine", "cosine-mean")
 
 
 def per_row(x: Weight, like: Tensor) -> Weight:
-    """A weight per row of the batch, shape (B,), as (B, 1, ..., 1), so that it multiplies `like` row by row."""
-    if not isinstance(x, Tensor) or x.ndim == 0:
+    """A weight per row of the batch, shape (B,) or (B, 1, ...), as (B, 1, ..., 1): it multiplies `like` by rows."""
+    if not isinstance(x, Tensor):
         return x
     if x.numel() == 1:
         return x.reshape(())
-    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
+    shape = row_shape(x)
+    return x.reshape(shape + (1,) * (like.ndim - len(shape)))
+
+
+def row_shape(x: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor without the ones at its end."""
+    shape = tuple(x.shape)
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def cosines(v: Sequence[Tensor], lam: Sequence[Weight]) -> list[Tensor]:

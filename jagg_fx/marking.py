@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def velocity(f: Callable, z: Any, t: Any, *more: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_dynamo_compiling():
         _count.marks = count_marks() + 1
         return f(z, t, *more, **kwargs)
-    return _marked(f, t, getattr(f, "__name__", type(f).__name__), (z, t, *more), kwargs)
+    return _marked(f, t, name_of(f), (z, t, *more), kwargs)
 
 
 _count = threading.local()
@@ -52,78 +53,103 @@ def time_argument(f: Callable, time: str | int | None) -> tuple[str | None, int]
     """Name and position of the time among the arguments of a velocity. Raises CaptureError if there is none."""
     forward = f.forward if isinstance(f, nn.Module) else f
     try:
-        names = [
-            p.name
-            for p in inspect.signature(forward).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
+        parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
-        names = []
-    if isinstance(time, int):
-        return (names[time] if time < len(names) else None), time
-    if time is not None:
-        if names and time not in names:
-            raise CaptureError(
-                f"time={time!r} is not an argument of the velocity {_name(f)}, which takes {', '.join(names)}. "
-                "Give the name or position of the argument that holds the time."
-            )
-        return time, names.index(time) if names else -1
-    for name in TIME_NAMES:
-        if name in names:
-            return name, names.index(name)
-    return (names[1] if len(names) > 1 else None), 1
+        return (time, -1) if isinstance(time, str) else (None, 1 if time is None else time)
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    anything = len(names) < len(parameters)  # *args or **kwargs
+    if time is None:
+        by_name = [n for n in TIME_NAMES if n in names]
+        time = by_name[0] if by_name else 1
+    at = names.index(time) if time in names else time
+    if isinstance(at, int) and 0 <= at < len(names):
+        return names[at], at
+    if anything:
+        return (at, -1) if isinstance(at, str) else (None, at)
+    raise CaptureError(
+        f"time={time!r} is not an argument of the velocity {name_of(f)}, which takes ({', '.join(names)}). Give the "
+        "name or position of the argument that holds the time: time=..."
+    )
 
 
-def _name(f: Any) -> str:
-    return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", repr(f))
+def name_of(f: Any) -> str:
+    return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
 
 
-_lock = threading.RLock()
-_installed: dict[int, tuple[nn.Module, int, Any]] = {}
+def marking_call(f: Callable, time: str | int | None) -> Callable:
+    """What stands in for a function, or for a module's forward, while a loss is captured: it marks each call.
 
-
-def marking_forward(module: nn.Module, time: str | int | None) -> Callable:
-    """A forward for this module that marks each call. Made once per transform: guards compare its identity."""
-    original, site = module.forward, _name(module)
-    name, position = time_argument(module, time)
+    Made once per transform, since guards compare its identity.
+    """
+    original = f.forward if isinstance(f, nn.Module) else f
+    site = name_of(f)
+    name, position = time_argument(f, time)
+    missing = (
+        f"!The velocity {site} is called without its time ({name if name is not None else f'argument {position}'}): "
+        "say which argument is the time with time=..."
+    )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)
         if name is not None and name in kwargs:
-            t = kwargs[name]
-        else:
-            t = args[position]
-        return _marked(original, t, site, args, kwargs)
+            return _marked(original, kwargs[name], site, args, kwargs)
+        if 0 <= position < len(args):
+            return _marked(original, args[position], site, args, kwargs)
+        return _marked(original, 0.0, missing, args, kwargs)
 
     return forward
 
 
+def places(f: Callable, loss_fn: Callable) -> list[tuple[Any, Any]]:
+    """Where a loss finds its velocity: (dictionary, key) or (cell, None) pairs that a marking call is put into."""
+    if isinstance(f, nn.Module):
+        return [(f.__dict__, "forward")]
+    inner = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
+    spaces = [getattr(inner, "__globals__", {}), vars(sys.modules.get(getattr(f, "__module__", ""), object))]
+    found: list[tuple[Any, Any]] = []
+    for space in spaces:
+        found += [(space, k) for k, v in dict(space).items() if v is f and (space, k) not in found]
+    for cell in getattr(inner, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            if cell.cell_contents is f:
+                found.append((cell, None))
+    return found
+
+
+_lock = threading.RLock()
+_users: dict[tuple[int, Any], tuple[int, Any]] = {}
+_MISSING = object()
+
+
 @contextlib.contextmanager
-def installed(module: nn.Module | None, forward: Callable | None) -> Iterator[None]:
-    """Put a forward on one module instance for the time of a call; several threads may overlap."""
-    if module is None:
-        yield
-        return
-    key = id(module)
+def installed(where: list[tuple[Any, Any]], call: Callable | None) -> Iterator[None]:
+    """Put a marking call into these places for a while; several threads may overlap, the last one restores."""
     with _lock:
-        before = module.__dict__.get("forward", _MISSING)
-        _, users, saved = _installed.get(key, (module, 0, before))
-        _installed[key] = (module, users + 1, saved)
-        module.__dict__["forward"] = forward
+        for place, key in where:
+            count, saved = _users.get((id(place), key), (0, _read(place, key)))
+            _users[id(place), key] = (count + 1, saved)
+            _write(place, key, call)
     try:
         yield
     finally:
         with _lock:
-            _, users, saved = _installed[key]
-            if users > 1:
-                _installed[key] = (module, users - 1, saved)
-            else:
-                del _installed[key]
-                if saved is _MISSING:
-                    del module.__dict__["forward"]
+            for place, key in where:
+                count, saved = _users.pop((id(place), key))
+                if count > 1:
+                    _users[id(place), key] = (count - 1, saved)
                 else:
-                    module.__dict__["forward"] = saved
+                    _write(place, key, saved)
 
 
-_MISSING = object()
+def _read(place: Any, key: Any) -> Any:
+    return place.get(key, _MISSING) if isinstance(place, dict) else place.cell_contents
+
+
+def _write(place: Any, key: Any, value: Any) -> None:
+    if not isinstance(place, dict):
+        place.cell_contents = value
+    elif value is _MISSING:
+        place.pop(key, None)
+    else:
+        place[key] = value

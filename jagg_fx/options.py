@@ -58,7 +58,9 @@ def check(
     _one_of("weights", weights, WEIGHTS)
     _one_of("compiler", compiler, COMPILERS)
     if velocity is not None and not callable(velocity):
-        raise OptionError(f"velocity must be the nn.Module or function whose calls are the timesteps; found {velocity!r}.")
+        raise OptionError(
+            f"velocity must be the nn.Module or function whose calls are the timesteps; found {velocity!r}."
+        )
     if time is not None and (isinstance(time, bool) or not isinstance(time, (str, int))):
         raise OptionError(f"time must be the position or name of the velocity's time argument; found {time!r}.")
     if not isinstance(has_aux, bool):

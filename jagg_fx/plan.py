@@ -67,7 +67,5 @@ class Plan:
             lane = seen[call.site, call.time]
             seen[call.site, call.time] += 1
             lanes.setdefault((call.site, lane), []).append(call.index)
-        cut = [
-            tuple(lane[i : i + self.W]) for lane in lanes.values() for i in range(0, len(lane), self.W)
-        ]
+        cut = [tuple(lane[i : i + self.W]) for lane in lanes.values() for i in range(0, len(lane), self.W)]
         return [Group(i, c, tuple(self.estimator.nodes(len(c)))) for i, c in enumerate(cut)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,11 +144,8 @@ def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -
     chosen = check(W, **{**options, "compiler": "eager"})
     inspector = _Inspector(chosen)
     step = Step(loss_fn, chosen, inspector)
-    with torch.enable_grad():
-        try:
-            step(*_trainable(example_args))
-        except _Done:
-            pass
+    with torch.enable_grad(), contextlib.suppress(_Done):
+        step(*_trainable(example_args))
     if "after" not in inspector.seen:
         raise CaptureError("No gradient was found to rewrite: nothing among the arguments requires grad.")
     before, exact, saved_before, _ = inspector.seen["before"]
@@ -207,13 +204,20 @@ def _subgraph(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that can be rewritten; bodies of calls are shared, since passes add bodies and change none."""
-    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.set_codegen(gm.graph._codegen)
+    return fx.GraphModule(gm, graph)
 
 
 def _saved(gm: fx.GraphModule, inputs: Any, num_fwd_outputs: int) -> int:
     forward, _ = _torch.min_cut(_copy(gm), inputs, num_fwd_outputs=num_fwd_outputs)
-    kept = forward.graph.output_node().args[0][num_fwd_outputs:]  # type: ignore[index]
-    tensors = [n.meta["val"] for n in dict.fromkeys(kept) if isinstance(n, fx.Node) and n.op != "placeholder"]
+    kept: Any = forward.graph.output_node().args[0]
+    tensors = [
+        n.meta["val"] for n in dict.fromkeys(kept[num_fwd_outputs:]) if isinstance(n, fx.Node) and n.op != "placeholder"
+    ]
     return sum(v.numel() * v.element_size() for v in tensors if isinstance(v, Tensor))
 
 
@@ -221,9 +225,7 @@ def _backwards(joint: Joint) -> int:
     """Backward calls that run if every gate is open."""
     gated = {g.number for g in joint.groups if g.number in joint.opens}
     direct = sum(s.backward is not None for s in joint.sites.values())
-    branched = sum(
-        len(g.kept) for g in joint.groups if g.number in gated and joint.sites[g.calls[0]].backward is None
-    )
+    branched = sum(len(g.kept) for g in joint.groups if g.number in gated and joint.sites[g.calls[0]].backward is None)
     return direct + branched
 
 

@@ -15,9 +15,9 @@ from . import _torch
 from .backend import Backend
 from .discover import discover
 from .errors import CaptureError, JaggError, JaggWarning, RefusedError
+from .marking import installed, marking_call, places
 from .options import Options, check
 from .stats import Stats
-from .marking import installed, marking_forward
 
 __all__ = ["Step", "transform"]
 
@@ -75,11 +75,9 @@ class Step:
         self._compiled = torch.compile(
             _own_code(loss_fn), backend=self.backend, fullgraph=True, dynamic=options.dynamic
         )
-        self._forwards: dict[int, tuple[nn.Module, Callable]] = {}
+        self._calls: dict[int, tuple[Callable, list, Callable]] = {}
         self._looked_for: set[tuple] = set()
-        self._velocity: nn.Module | None = None
-        if isinstance(options.velocity, nn.Module):
-            self._velocity = options.velocity
+        self._velocity: Callable | None = options.velocity
         self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
 
     @property
@@ -125,10 +123,8 @@ class Step:
     def _run(self, args: tuple, kwargs: dict) -> Any:
         self._find_velocity(args, kwargs)
         args = _aliased(args)
-        module = self._velocity
-        forward = None if module is None else self._forward_of(module)
         try:
-            with installed(module, forward):
+            with installed(*self._marking()):
                 out = self._compiled(*args, **kwargs)
         except _torch.capture_errors() as error:
             raise _explained(error) from error
@@ -145,11 +141,14 @@ class Step:
             )
         return out
 
-    def _forward_of(self, module: nn.Module) -> Callable:
-        """The marking forward of a module: one object for ever, since guards compare it by identity."""
-        if id(module) not in self._forwards:
-            self._forwards[id(module)] = (module, marking_forward(module, self.options.time))
-        return self._forwards[id(module)][1]
+    def _marking(self) -> tuple[list, Callable | None]:
+        """Where to put the marking call of this velocity, and that call: one object for ever (guards compare it)."""
+        f = self._velocity
+        if f is None:
+            return [], None
+        if id(f) not in self._calls:
+            self._calls[id(f)] = (f, places(f, self.loss_fn), marking_call(f, self.options.time))
+        return self._calls[id(f)][1:]
 
     def _find_velocity(self, args: tuple, kwargs: dict) -> None:
         """Once for each set of modules among the arguments."""
@@ -246,7 +245,7 @@ class _Estimated(torch.autograd.Function):
         loss = out[0] if step.options.has_aux else out
         found = torch.autograd.grad(loss, [fresh[i] for i in trained], allow_unused=True)
         outs, box.out = pytree.tree_flatten(out)
-        box.gradients = [torch.zeros_like(fresh[i]) if g is None else g for g, i in zip(found, trained)]
+        box.gradients = [torch.zeros_like(fresh[i]) if g is None else g for g, i in zip(found, trained, strict=False)]
         return tuple(_detached(x) for x in outs)
 
     @staticmethod

@@ -90,9 +90,7 @@ def _recipe(site: Site, operands: _Operands, merged: dict[int, fx.Node] | None) 
             args.append(("saved", arg.args[1]))
         else:
             args.append(("operand", operands.slot(arg)))
-    forward = (
-        (site.forward.args[0].target, tuple(operands.slot(n) for n in site.operands)) if again else None
-    )
+    forward = (site.forward.args[0].target, tuple(operands.slot(n) for n in site.operands)) if again else None
     return (site.backward.args[0].target, tuple(args), forward)
 
 
@@ -117,9 +115,7 @@ def _group_body(
     return fx.GraphModule(root, graph)
 
 
-def _backwards(
-    joint: Joint, nodes: Sequence[fx.Node], recipes: list[tuple], wanted: list[int]
-) -> fx.GraphModule:
+def _backwards(joint: Joint, nodes: Sequence[fx.Node], recipes: list[tuple], wanted: list[int]) -> fx.GraphModule:
     """A branch: run the backwards of the recipes one after the other and add up their gradients."""
     root = torch.nn.Module()
     graph = fx.Graph()

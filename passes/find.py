@@ -22,8 +22,7 @@ def run(joint: Joint) -> None:
     graph = joint.graph
     marks = graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
     cotangents = {
-        n.args[1]: n
-        for n in graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.cotangent.default)
+        n.args[1]: n for n in graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.cotangent.default)
     }
     number = expressions(graph)
     for mark in marks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from jagg_fx.errors import RefusedError
 from jagg_fx.estimators import index_lambdas, lambdas
+from jagg_fx.gates import row_shape
 
 from .joint import Joint, Site, expressions, getitems, insert, sort, value
 
@@ -45,7 +46,8 @@ def _check_shared(sites: list[Site], number: dict) -> None:
 
 def _check_time(site: Site) -> None:
     t, v = value(site.time), value(site.velocity)
-    if t.numel() == 1 or tuple(t.shape) == tuple(v.shape[: t.ndim]):
+    shape = row_shape(t)
+    if t.numel() == 1 or shape == tuple(v.shape[: len(shape)]):
         return
     raise RefusedError(
         f"The time of the velocity call at {site.call.where} has shape {tuple(t.shape)}, its velocity "

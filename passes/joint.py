@@ -146,9 +146,7 @@ def call_region(graph: fx.Graph, body: fx.GraphModule, attr: str, args: Iterable
     """Insert a call of a body, owned by the graph's module under `attr`, at the graph's insert point."""
     ref = graph.get_attr(attr)
     node = graph.call_function(_torch.invoke_subgraph, (ref, attr, *args))
-    node.meta["val"] = tuple(
-        n.meta.get("val") if isinstance(n, fx.Node) else None for n in results(body.graph)
-    )
+    node.meta["val"] = tuple(n.meta.get("val") if isinstance(n, fx.Node) else None for n in results(body.graph))
     return node
 
 

@@ -30,13 +30,13 @@ def run(joint: Joint) -> None:
         for slot in range(slots):
             own = [s.backward.args[s.cotangents[slot]] for s in sites]
 
-            def merge(*tensors, n=len(sites), lam=lam):
+            def merge(*tensors, n=len(sites), lam=lam, nodes_of=group.nodes):
                 rest = iter(tensors[n:])
                 filled = [next(rest) if isinstance(x, fx.Node) else x for x in lam]
                 rows = joint.plan.estimator.weights(filled)
-                return [weighted_sum(row, tensors[:n], tensors[j]) for j, row in zip(group.nodes, rows)]  # noqa: B023
+                return [weighted_sum(row, tensors[:n], tensors[j]) for j, row in zip(nodes_of, rows, strict=True)]
 
-            for call, node in zip(group.kept, insert(joint.graph, merge, [*own, *nodes], "merged")):
+            for call, node in zip(group.kept, insert(joint.graph, merge, [*own, *nodes], "merged"), strict=True):
                 merged[call][joint.sites[call].cotangents[slot]] = node
         if group.number in joint.opens:
             joint.merged.update(merged)

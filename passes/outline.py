@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from jagg_fx import _torch
-from jagg_fx.errors import CaptureError, RefusedError
+from jagg_fx.errors import CaptureError
 
 from .segments import Segment, carries_gradient, example
 
@@ -41,9 +41,7 @@ def _exits(segments: Sequence[Segment]) -> list[list[fx.Node]]:
     return [[s.nodes[i] for i in sorted(used[len(s.nodes)])] for s in segments]
 
 
-def canonical(
-    gm: fx.GraphModule, nodes: Sequence[fx.Node], leaves: Sequence[fx.Node]
-) -> tuple[str, list[fx.Node]]:
+def canonical(gm: fx.GraphModule, nodes: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> tuple[str, list[fx.Node]]:
     """A text that two runs of nodes share exactly when one body serves both, and the inputs of this one.
 
     Inputs are numbered in the order of their first use; shapes, dtypes, strides and gradient flags of inputs
@@ -138,32 +136,3 @@ def _replace(
             leaf.replace_all_uses_with(out, delete_user_cb=lambda user: user not in inside)
     for n in reversed(segment.nodes):
         graph.erase_node(n)
-
-
-def refuse_unsafe(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
-    """Refuse randomness and changed buffers inside a velocity, by name of the operation and module."""
-    for segment in segments:
-        for node in segment.nodes:
-            reason = _unsafe(node)
-            if reason:
-                stack = node.meta.get("nn_module_stack") or {}
-                module = next(reversed(stack.values()))[0] if stack else "a function"
-                raise RefusedError(
-                    f"{reason} in {module}, inside the velocity call at {segment.where}. The calls of a group stand "
-                    "in for each other, and a shut gate runs a forward again: both need a velocity that depends on "
-                    "its inputs alone. Use net.eval(), set the dropout to 0, or use GroupNorm or LayerNorm."
-                )
-
-
-def _unsafe(node: fx.Node) -> str | None:
-    name = getattr(node.target, "__name__", str(node.target))
-    named = {**dict(enumerate(node.args)), **node.kwargs}
-    if "dropout" in name and named.get("training", named.get(2, True)) and named.get("p", named.get(1, 0.5)):
-        return f"Dropout ({name}) is active"
-    if name == "scaled_dot_product_attention" and named.get("dropout_p", named.get(4, 0.0)):
-        return "Dropout of attention is active"
-    if name == "batch_norm" and named.get("training", named.get(5, False)):
-        return "Batch normalisation is in train mode (it changes its running statistics)"
-    if name in ("rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal"):
-        return f"Random numbers are drawn ({name})"
-    return None

@@ -7,6 +7,7 @@ the same parameters (`repeats.py`).
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,43 +51,97 @@ def carries_gradient(node: fx.Node) -> bool:
 _FRAME = re.compile(r'File "(?P<file>.*?)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>.*)')
 
 
-def where(node: fx.Node) -> str:
-    """File, line and text of the user's code that made a node."""
+def where(node: fx.Node, inner: bool = False) -> str:
+    """File, line and text of the user's code that made a node: of the loss, or the innermost line."""
     frames = [m.groupdict() for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
     frames = [f for f in frames if not re.search(r"[/\\](jagg_fx|torch)[/\\]", f["file"])] or frames
     if not frames:
         return "an unknown line"
-    f = frames[0]
+    f = frames[-1 if inner else 0]
     return f"{f['file']}:{f['line']}: {f['code'].strip()}"
 
 
-def find(gm: fx.GraphModule) -> list[Segment]:
-    """The velocity calls of a captured loss that carry gradient, in order. Raises CaptureError if unclear."""
+def find(gm: fx.GraphModule, named: str | None = None) -> list[Segment]:
+    """The velocity calls of a captured loss that carry gradient, in order.
+
+    named: the velocity that the user named, whose calls are marked. Raises CaptureError if unclear.
+    """
     marked = from_markers(gm)
+    if marked is None and named is not None:
+        raise CaptureError(
+            f"velocity={named} was given, but the loss never called it. Give the module or function that the loss "
+            "itself calls, or call it through jagg_fx.velocity(f, z, t)."
+        )
     found = marked if marked is not None else from_module_stack(gm)
     return [s for s in found if any(carries_gradient(n) for n in s.outputs())]
 
 
+_BEGIN, _END = torch.ops.jagg_fx.begin.default, torch.ops.jagg_fx.end.default
+
+
 def from_markers(gm: fx.GraphModule) -> list[Segment] | None:
-    """Calls between jagg_fx::begin and jagg_fx::end (the outermost pair); the markers leave the graph."""
-    begin, end = torch.ops.jagg_fx.begin.default, torch.ops.jagg_fx.end.default
+    """Calls between jagg_fx::begin and jagg_fx::end (the outermost pair); the markers leave the graph.
+
+    A call under torch.utils.checkpoint stands in the body of an operator: that operator is then the call.
+    """
     found: list[Segment] = []
     markers: list[fx.Node] = []
     depth = 0
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in (begin, end):
+        if is_marker(node):
             markers.append(node)
-            if node.target is begin:
+            if node.target is _BEGIN:
                 if depth == 0:
-                    found.append(Segment(node.args[1], [], node.args[0], where(node)))
+                    found.append(Segment(_site(node), [], node.args[0], where(node)))
                 depth += 1
             else:
                 depth -= 1
         elif depth and node.op not in ("placeholder", "get_attr"):
             found[-1].nodes.append(node)
+        elif wrapped := _wrapped_call(gm, node):
+            found.append(wrapped)
+            markers.append(node)
     for node in markers:
-        gm.graph.erase_node(node)
+        if is_marker(node):
+            gm.graph.erase_node(node)
     return found if markers else None
+
+
+def is_marker(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (_BEGIN, _END)
+
+
+def _site(begin: fx.Node) -> str:
+    site = str(begin.args[1])
+    if site.startswith("!"):
+        raise CaptureError(f"{site[1:]} The call is at {where(begin)}.")
+    return site
+
+
+def _wrapped_call(gm: fx.GraphModule, node: fx.Node) -> Segment | None:
+    """The call inside the body of a higher-order operator (activation checkpointing around a velocity)."""
+    for arg in node.all_input_nodes if node.op == "call_function" else ():
+        body = getattr(gm, str(arg.target), None) if arg.op == "get_attr" else None
+        if not isinstance(body, fx.GraphModule):
+            continue
+        markers = [n for n in body.graph.nodes if is_marker(n)]
+        begins = [n for n in markers if n.target is _BEGIN]
+        if not begins:
+            continue
+        inputs = body.graph.find_nodes(op="placeholder")
+        if len(begins) > 1 or begins[0].args[0] not in inputs:
+            raise CaptureError(
+                f"An operator around the velocity ({node.target}) at {where(node)} holds {len(begins)} calls, or makes "
+                "the time itself. Wrap each call on its own, and hand the time to it as an argument."
+            )
+        operands = list(node.args[node.args.index(arg) + 1 :])
+        segment = Segment(_site(begins[0]), [node], operands[inputs.index(begins[0].args[0])], where(node))  # type: ignore[arg-type]
+        segment.nodes += [u for u in node.users if u.target is operator.getitem]
+        for marker in markers:
+            body.graph.erase_node(marker)
+        body.recompile()
+        return segment
+    return None
 
 
 def from_module_stack(gm: fx.GraphModule) -> list[Segment]:
@@ -116,9 +171,7 @@ def from_module_stack(gm: fx.GraphModule) -> list[Segment]:
             "jagg_fx.velocity(net, z, t)."
         )
     for module in outer:
-        return [
-            Segment(names[module], nodes, None, where(nodes[0])) for nodes in live[module].values()
-        ]
+        return [Segment(names[module], nodes, None, where(nodes[0])) for nodes in live[module].values()]
     return []
 
 

@@ -15,7 +15,10 @@ def run(joint: Joint) -> None:
     made: dict[tuple, str] = {}
     for forward in joint.forwards:
         _pass_through(joint, forward)
-        slim(joint, forward, made)
+    swapped = {forward: slim(joint, forward, made) for forward in joint.forwards}
+    joint.forwards = list(swapped.values())
+    for site in joint.sites.values():
+        site.forward = swapped[site.forward]
 
 
 def _pass_through(joint: Joint, forward: fx.Node) -> None:
@@ -30,11 +33,12 @@ def _pass_through(joint: Joint, forward: fx.Node) -> None:
                 joint.graph.erase_node(node)
 
 
-def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> None:
+def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> fx.Node:
+    """Call a narrower body in place of this one, if some of its outputs are not used. Returns the call."""
     used = tuple(sorted(i for i, nodes in getitems(forward).items() if any(n.users for n in nodes)))
     body = body_of(joint.gm, forward)
     if len(used) == len(results(body.graph)) or not used:
-        return
+        return forward
     key = (forward.args[0].target, used)  # type: ignore[union-attr]
     if key not in made:
         made[key] = fresh(joint.gm, f"{key[0]}_slim")
@@ -51,6 +55,7 @@ def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> None:
         for g in nodes:
             joint.graph.erase_node(g)
     joint.graph.erase_node(forward)
+    return node
 
 
 def narrowed(body: fx.GraphModule, used: tuple[int, ...]) -> fx.GraphModule:

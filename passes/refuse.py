@@ -1,0 +1,109 @@
+"""Refuse what a velocity may not do: draw random numbers, or change a buffer or an input in place.
+
+Looks at the captured forward graph, before the calls are outlined.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from jagg_fx import _torch
+from jagg_fx.errors import RefusedError
+
+from .segments import Segment, example, where
+
+_RANDOM = {"rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm"}
+_RANDOM |= {
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "poisson",
+    "rrelu",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+}
+
+
+def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
+    """Raise RefusedError, naming the operation, the module and the line, for the first unsafe operation."""
+    for segment in segments:
+        outside = {_storage(example(n)) for n in segment.inputs()} - {None}
+        for owner, node in _with_bodies(gm, segment.nodes):
+            reason = _random(node) or (owner is gm and _changes(node, outside))
+            if reason:
+                raise RefusedError(
+                    f"{reason} in {_module(node)} ({where(node, inner=True)}), inside the velocity call at "
+                    f"{segment.where}. The calls of a group stand in for each other, and a shut gate runs a forward "
+                    "again: both need a velocity that depends on its inputs alone and changes nothing. Use net.eval(), "
+                    "set the dropout to 0, use GroupNorm or LayerNorm, or change the buffer outside of the loss."
+                )
+
+
+def _with_bodies(gm: fx.GraphModule, nodes: Sequence[fx.Node]):
+    """Every node, and those in the bodies of higher-order operators (checkpointing)."""
+    for node in nodes:
+        yield gm, node
+        for arg in node.all_input_nodes:
+            body = getattr(gm, str(arg.target), None) if arg.op == "get_attr" else None
+            if isinstance(body, fx.GraphModule):
+                yield from _with_bodies(body, list(body.graph.nodes))
+
+
+def _random(node: fx.Node) -> str | None:
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    base = name.split(".")[0].rstrip("_")
+    named = {**dict(enumerate(node.args)), **node.kwargs}
+    if "dropout" in base:
+        if named.get("training", named.get(2, True)) and named.get("p", named.get(1, 0.5)):
+            return f"Dropout ({base}) is active"
+        return None
+    if base == "scaled_dot_product_attention" and named.get("dropout_p", named.get(4, 0.0)):
+        return "Dropout of attention is active"
+    if base == "rrelu" and not named.get("training", named.get(3, False)):
+        return None
+    if base in _RANDOM or _torch.is_random(node.target):
+        return f"Random numbers are drawn ({base})"
+    return None
+
+
+def _changes(node: fx.Node, outside: set) -> str | None:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    named = {**dict(enumerate(node.args)), **node.kwargs}
+    if name == "batch_norm" and named.get("training", named.get(5, False)) and named.get(1) is not None:
+        return "Batch normalisation is in train mode (it changes its running statistics)"
+    changed: list = []
+    if re.fullmatch(r"[a-z0-9_]*[a-z0-9]_|setitem|__i\w+__|i(add|sub|mul|truediv|floordiv|pow|and|or|xor)", name):
+        changed.append(named.get(0))
+    changed += [named.get(i) for i in _torch.mutated_arguments(node.target)]
+    changed.append(node.kwargs.get("out"))
+    for arg in changed:
+        if isinstance(arg, fx.Node) and _storage(example(arg)) in outside:
+            return f"{_what(arg)} is changed in place ({name})"
+    return None
+
+
+def _what(node: fx.Node) -> str:
+    shape = tuple(example(node).shape)
+    found = re.search(r"buffers_([A-Za-z0-9_]+?)_?$", node.name)
+    return f"The buffer {found[1]} of shape {shape}" if found else f"An input of shape {shape} ({node.name})"
+
+
+def _storage(value) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _module(node: fx.Node) -> str:
+    """Name of the innermost module that an operation belongs to."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return "a function"
+    path, kind = next(reversed(stack.values()))
+    name = re.split(r"cell_contents|__self__|\[.*?\]", path)[-1].strip(".")
+    kind = getattr(kind, "__name__", str(kind).rsplit(".", 1)[-1])
+    return f"{name} ({kind})" if name else kind
