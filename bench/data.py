@@ -5,15 +5,17 @@ from __future__ import annotations
 import gzip
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-class Images(NamedTuple):
+@dataclass(frozen=True)
+class Images:
     """Labelled images.
 
     Attributes:
@@ -26,8 +28,21 @@ class Images(NamedTuple):
     labels: Tensor
     classes: int
 
-    def __getitem__(self, index: Any) -> Images:  # type: ignore[override]
+    def __getitem__(self, index: slice | Tensor) -> Images:
         return Images(self.pixels[index], self.labels[index], self.classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        _, channels, height, width = self.pixels.shape
+        return channels, height, width
+
+    def draw(self, batch: int, generator: torch.Generator) -> Images:
+        """`batch` of them, with replacement."""
+        return self[torch.randint(len(self), (batch,), generator=generator)]
 
 
 CLASSES = 10
@@ -79,13 +94,9 @@ def read_idx(path: Path) -> np.ndarray:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError) as error:
-        raise ValueError(
-            f"{path} cannot be unpacked ({error}). The copy is damaged: fetch it again."
-        ) from error
+        raise ValueError(f"{path} cannot be unpacked ({error}). The copy is damaged: fetch it again.") from error
     if len(content) < 4 or content[:3] != bytes([0, 0, IDX_UBYTE]):
-        raise ValueError(
-            f"{path} is not an idx file of bytes: it begins with {content[:4].hex()}, not 000008."
-        )
+        raise ValueError(f"{path} is not an idx file of bytes: it begins with {content[:4].hex()}, not 000008.")
     start = 4 + 4 * content[3]
     shape = tuple(np.frombuffer(content[4:start], ">i4").tolist())
     if len(content) - start != int(np.prod(shape)):
@@ -141,9 +152,7 @@ class _ArraysOnly(pickle.Unpickler):
         if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
             # The published files name a module that numpy 2 moved.
             moved = module.startswith("numpy.core.") and np.lib.NumpyVersion(np.__version__) >= "2.0.0"
-            return super().find_class(
-                module.replace("numpy.core.", "numpy._core.") if moved else module, name
-            )
+            return super().find_class(module.replace("numpy.core.", "numpy._core.") if moved else module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not part of an array")
 
 
@@ -203,9 +212,7 @@ def _find(folder: Path, places: Sequence[str], names: Sequence[str], title: str,
         for name in names:
             if (folder / place / name).is_file():
                 return folder / place / name
-    state = (
-        "which does not exist" if not folder.is_dir() else f"in it and in {', '.join(p for p in places if p)}"
-    )
+    state = "which does not exist" if not folder.is_dir() else f"in it and in {', '.join(p for p in places if p)}"
     raise FileNotFoundError(
         f"{title} needs the file {' or '.join(names)}; looked in {folder.resolve()}, {state}. "
         f"Nothing is downloaded: get your own copy from {url}, unpack it, and pass its folder as --data-dir."
