@@ -226,9 +226,7 @@ def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
 def grpo(eta: float = 0.7, clip: float = 0.2, beta: float = 0.0, kl: str = "mean") -> Callable:
     """The clipped-ratio loss on stored states; ``beta`` adds a KL read from the mean or from v itself."""
 
-    def core(
-        velocity: Callable, traj: Tensor, sigmas: Tensor, old: Tensor, adv: Tensor, v_ref: Tensor
-    ) -> Tensor:
+    def core(velocity: Callable, traj: Tensor, sigmas: Tensor, old: Tensor, adv: Tensor, v_ref: Tensor) -> Tensor:
         T = sigmas.shape[0] - 1
         total = traj.new_zeros(())
         for k in range(T):
@@ -265,9 +263,7 @@ class Case:
 
     def trainable(self) -> dict[str, Tensor]:
         """Fresh leaves with the values of the parameters that train."""
-        return {
-            k: p.detach().clone().requires_grad_() for k, p in self.net.named_parameters() if p.requires_grad
-        }
+        return {k: p.detach().clone().requires_grad_() for k, p in self.net.named_parameters() if p.requires_grad}
 
     def loss(self, style: str) -> Callable:
         return params_style(self.net, self.core) if style == "params" else net_style(self.core)

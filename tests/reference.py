@@ -235,8 +235,7 @@ def reference(
             plan = [([i], torch.ones(1, 1, rows, dtype=torch.float64)) for i in range(len(members))]
         else:
             plan = [
-                (index, group_matrix(table[index], weights, degenerate))
-                for index in group_indices(len(members), W)
+                (index, group_matrix(table[index], weights, degenerate)) for index in group_indices(len(members), W)
             ]
         for index, C in plan:
             inside = [members[i] for i in index]

@@ -158,9 +158,7 @@ def test_vmap_is_refused() -> None:
     step = jagg_fx.transform(case.loss("params"), W=4, **EAGER)
     zs, ts, third = case.args
     with pytest.raises(jagg_fx.JaggError, match="vmap"):
-        torch.func.vmap(step, in_dims=(None, 0, None, None))(
-            case.trainable(), torch.stack([zs, zs]), ts, third
-        )
+        torch.func.vmap(step, in_dims=(None, 0, None, None))(case.trainable(), torch.stack([zs, zs]), ts, third)
 
 
 @pytest.mark.parametrize("way", ["autograd", "func"])

@@ -37,6 +37,23 @@ def test_same_gradient_with_a_gate(entry: str, style: str) -> None:
     check(run(case, style, entry, W=4), want, 1e-10, 1e-12)
 
 
+class Wrapped(nn.Module):
+    """Its whole body is one other module, which has the same calls."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, z, t):
+        return self.net(z, t)
+
+
+@pytest.mark.parametrize(("entry", "style"), WAYS)
+def test_a_module_around_the_network(entry: str, style: str) -> None:
+    case = simple_case(quadratic, net=Wrapped(Wrapped(MLP(4))), T=4, noise=0.3)
+    check(run(case, style, entry, W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
 @pytest.mark.parametrize(("entry", "style"), [w for w in WAYS if w[1] == "net"])
 def test_frozen_parameters_get_none(entry: str, style: str) -> None:
     case = simple_case(quadratic, net=frozen_first(4), T=4)
@@ -265,9 +282,7 @@ def test_velocity_option_picks_one_of_two_modules(style: str) -> None:
 
     def core(velocity, zs, ts, cs):
         outer = {k[5:]: p for k, p in params.items() if k.startswith("head.")}
-        return sum(
-            (functional_call(both.head, outer, (velocity(zs[k], ts[k]),)) * cs[k]).sum() for k in range(4)
-        )
+        return sum((functional_call(both.head, outer, (velocity(zs[k], ts[k]),)) * cs[k]).sum() for k in range(4))
 
     def function(params, z, t):
         return functional_call(both.v, {k[2:]: p for k, p in params.items() if k.startswith("v.")}, (z, t))

@@ -123,9 +123,7 @@ def test_no_call() -> None:
     def by_hand(params, zs, ts, cs):
         return sum((torch.tanh(zs[k] @ params["w"]) * cs[k]).sum() for k in range(4))
 
-    text = refuse(
-        by_hand, {"w": torch.randn(4, 4).double().requires_grad_()}, case.args, r"(?i)no .*call|found"
-    )
+    text = refuse(by_hand, {"w": torch.randn(4, 4).double().requires_grad_()}, case.args, r"(?i)no .*call|found")
     assert "velocity" in text  # the cure: velocity= or jagg_fx.velocity
 
 
@@ -165,9 +163,7 @@ def test_two_candidate_modules(style: str) -> None:
         return total
 
     params = {k: p.detach().clone().requires_grad_() for k, p in nets.named_parameters()}
-    text = refuse(
-        loss_fn, params if style == "params" else nets, (zs, ts, cs), r"(?i)two|2|several|candidates"
-    )
+    text = refuse(loss_fn, params if style == "params" else nets, (zs, ts, cs), r"(?i)two|2|several|candidates")
     assert "velocity=" in text
 
 

@@ -120,9 +120,7 @@ def test_shapes_of_a_time(shape: str) -> None:
     """A time as trainers pass it: one number, or expanded over the batch."""
     case = simple_case(coupled, T=5)
     zs, ts, third = case.args
-    ts = {"(1,)": ts[:, None], "(B,)": ts[:, None].expand(5, 3), "(B, 1)": ts[:, None, None].expand(5, 3, 1)}[
-        shape
-    ]
+    ts = {"(1,)": ts[:, None], "(B,)": ts[:, None].expand(5, 3), "(B, 1)": ts[:, None, None].expand(5, 3, 1)}[shape]
     case = Case(case.net, coupled, (zs, ts.contiguous(), third))
     check(run(case, "net", W=5, gate=None), wanted(case, W=5), 1e-10, 1e-12)
 

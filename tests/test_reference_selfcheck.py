@@ -124,9 +124,7 @@ def test_rows_without_a_lambda_are_exact_alone_or_with_their_group() -> None:
     C = group_matrix(times, "time")
     assert torch.equal(C[:, :, 1], torch.eye(4, dtype=torch.float64))
     assert not torch.equal(C[:, :, 0], torch.eye(4, dtype=torch.float64))
-    assert torch.equal(
-        group_matrix(times, "time", "group"), torch.eye(4).double()[:, :, None].expand(4, 4, 2)
-    )
+    assert torch.equal(group_matrix(times, "time", "group"), torch.eye(4).double()[:, :, None].expand(4, 4, 2))
 
 
 def test_per_row_times_equal_the_sum_over_rows() -> None:

@@ -58,9 +58,7 @@ def with_core(case: Case, core: Callable, *more) -> Case:
     return Case(case.net, core, (*case.args, *more))
 
 
-def right_or_refused(
-    case: Case, wants: list[Reference | Result], match: str, style="params", **options
-) -> str:
+def right_or_refused(case: Case, wants: list[Reference | Result], match: str, style="params", **options) -> str:
     """One of the right answers, or a JaggError with the essential word.  Says which."""
     try:
         got = run(case, style, **options)

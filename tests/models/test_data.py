@@ -40,9 +40,7 @@ def python2_pickle(pixels, labels):
     raw = pixels.tobytes()
     dtype = b"cnumpy\ndtype\n(" + text(b"u1") + number(0) + number(1) + b"tR"
     dtype += b"(" + number(3) + text(b"|") + b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
-    array = (
-        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(" + number(0) + b"t" + text(b"b") + b"tR"
-    )
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(" + number(0) + b"t" + text(b"b") + b"tR"
     array += b"(" + number(1) + b"(" + b"".join(map(number, pixels.shape)) + b"t" + dtype
     array += b"\x89T" + struct.pack("<i", len(raw)) + raw + b"tb"
     return b"".join(
@@ -98,9 +96,7 @@ def test_fashion_mnist(tmp_path, place, zipped):
 @pytest.mark.parametrize("inside", [True, False])
 def test_cifar10(tmp_path, kind, inside):
     folder = (
-        tmp_path / {"python": "cifar-10-batches-py", "binary": "cifar-10-batches-bin"}[kind]
-        if inside
-        else tmp_path
+        tmp_path / {"python": "cifar-10-batches-py", "binary": "cifar-10-batches-bin"}[kind] if inside else tmp_path
     )
     folder.mkdir(exist_ok=True)
     pixels, labels = write_cifar(folder, kind)

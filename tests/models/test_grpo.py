@@ -29,9 +29,7 @@ from jagg_fx.models import (
 )
 @settings(deadline=None, max_examples=50)
 def test_advantages(rewards, unbiased, clamp):
-    got = group_advantages(
-        torch.tensor(rewards, dtype=torch.float64), 3, clamp=clamp, unbiased=unbiased
-    ).numpy()
+    got = group_advantages(torch.tensor(rewards, dtype=torch.float64), 3, clamp=clamp, unbiased=unbiased).numpy()
     for g in (slice(0, 3), slice(3, 6)):
         group = np.array(rewards[g])
         want = (group - group.mean()) / (group.std(ddof=int(unbiased)) + 1e-4)

@@ -193,9 +193,7 @@ def test_rollout_stores_what_it_drew(sampler, per_row):
         fresh = torch.randn(4, 3, generator=generator, dtype=torch.float64).numpy()
         for b in range(4):
             pair = (sigmas[i, b], sigmas[i + 1, b]) if per_row else (sigmas[i], sigmas[i + 1])
-            mean, std = reference_step(
-                sampler, v[b].numpy(), got.states[i, b].numpy(), *(s.item() for s in pair)
-            )
+            mean, std = reference_step(sampler, v[b].numpy(), got.states[i, b].numpy(), *(s.item() for s in pair))
             np.testing.assert_allclose(got.states[i + 1, b].numpy(), mean + std * fresh[b], atol=1e-12)
             if isinstance(sampler, CPS):
                 log_prob = -((std * fresh[b]) ** 2).mean()
@@ -241,9 +239,7 @@ def test_states_keep_their_dtype():
     )
     assert got.states.dtype == torch.bfloat16
     mean, std = DanceSDE().step(got.states[1], got.states[1], torch.tensor(2 / 3), torch.tensor(1 / 3))
-    torch.testing.assert_close(
-        got.log_probs[1], gaussian_log_prob(got.states[2], mean, std), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(got.log_probs[1], gaussian_log_prob(got.states[2], mean, std), atol=1e-5, rtol=1e-5)
 
 
 def test_steps_compile_as_one_graph():
