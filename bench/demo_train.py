@@ -170,7 +170,8 @@ def pretrain(
             progress.update()
             if done % CHECK_EVERY == 0:
                 reward = task.score(average.module, eval_samples).reward
-                progress.set_postfix_str(f"loss {loss.item():.3f}, reward {reward:.3f}, stops at {stop_at:g}")
+                note = f"loss {loss.item():.3f}, reward {reward:.3f}, stops at {stop_at:g}"
+                progress.set_postfix_str(note, refresh=False)
         net.load_state_dict(average.module.state_dict())
     return done
 
@@ -239,7 +240,7 @@ def post_train(
                 run.fallback.append(stats.fallback_share)
             if step % eval_every == 0 or step == steps:
                 run.scores.append((step, task.score(net, eval_samples)))
-            progress.set_postfix_str(f"reward {reward:.3f}")
+            progress.set_postfix_str(f"reward {reward:.3f}", refresh=False)
             progress.update()
     run.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
     return run
