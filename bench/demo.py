@@ -135,6 +135,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = p.parse_args(argv)
     if options.batch % options.group or options.group < 2:
         p.error(f"--batch {options.batch} must be a multiple of --group {options.group}, which must be at least 2")
+    if options.eval_samples < data.CLASSES:
+        p.error(f"--eval-samples {options.eval_samples} must be at least one per class, {data.CLASSES}")
     options.patch_size = options.patch_size or PATCH_SIZE[options.data]
     options.gated_steps = options.gated_steps or max(1, options.steps // 3)
     options.gate = None if options.gate == "none" else options.gate
@@ -233,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps=options.pretrain_steps,
         batch=options.batch,
         seed=0,
-        eval_samples=options.eval_samples,
+        eval_samples=max(1, options.eval_samples // 2),
     )
     weights = copy.deepcopy(net.state_dict())
     start = task.score(net, options.eval_samples)
@@ -256,22 +258,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     compared = {key: loss for key, (_, loss) in arms.items() if key != "eager"}
     for key, found in agreement(loss_fn, compared, net, held, "compare gradients, start").items():
         arms[key][0].at_start = found
-    for key, (arm, loss) in arms.items():
-        steps = options.gated_steps if key == "gated" else options.steps
-        for seed in options.seeds if key != "eager" else ():
-            run = post_train(
-                net,
-                weights,
-                loss,
-                task,
-                steps=steps,
-                lr=options.lr,
-                seed=seed,
-                eval_every=max(1, options.steps // 12),
-                eval_samples=options.eval_samples,
-                title=f"{arm.title}, seed {seed}",
-            )
-            arm.runs.append(run)
+    trained = {key: (loss, options.gated_steps if key == "gated" else options.steps) for key, loss in compared.items()}
+    for seed in options.seeds:
+        runs = post_train(
+            net,
+            weights,
+            trained,
+            task,
+            lr=options.lr,
+            seed=seed,
+            eval_every=max(1, options.steps // 12),
+            eval_samples=options.eval_samples,
+            title=f"post-training, seed {seed}",
+        )
+        for key, run in runs.items():
+            arms[key][0].runs.append(run)
     phases.end("post-training")
 
     net.load_state_dict(arms["exact"][0].runs[0].weights)

@@ -53,6 +53,8 @@ class Arm:
 
 
 EMPTY = "–"
+SAMPLE_COLUMNS, SAMPLE_ROWS = 2, 3
+"""Of the picture of samples: blocks side by side, and rows of samples within each."""
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -201,18 +203,21 @@ def draw_rewards(path: Path, arms: list[Arm], start: Score) -> None:
     plt.close(figure)
 
 
-def draw_samples(path: Path, arms: list[Arm], start: Score, classes: int, rows_each: int = 3) -> None:
+def draw_samples(path: Path, arms: list[Arm], start: Score, classes: int) -> None:
     """The same noise before and after, one column per requested class."""
     plt = _pyplot()
-    blocks = [
-        ("before", start.samples),
-        *((f"after: {a.title}", a.runs[0].scores[-1][1].samples) for a in arms if a.runs),
-    ]
-    figure, panels = plt.subplots(1, len(blocks), figsize=(3.2 * len(blocks), 1.6), constrained_layout=True)
-    for panel, (title, samples) in zip(np.atleast_1d(panels), blocks, strict=True):
-        panel.imshow(_mosaic(samples[: rows_each * classes], classes), cmap="gray", vmin=0, vmax=1)
-        panel.set_title(title, fontsize=9)
+    blocks = [("before", start.samples)]
+    blocks += [(f"after: {arm.title}", arm.runs[0].scores[-1][1].samples) for arm in arms if arm.runs]
+    lines = -(-len(blocks) // SAMPLE_COLUMNS)
+    figure, panels = plt.subplots(
+        lines, SAMPLE_COLUMNS, figsize=(5 * SAMPLE_COLUMNS, 1.9 * lines), constrained_layout=True, squeeze=False
+    )
+    for panel in panels.flat:
         panel.axis("off")
+    for panel, (title, samples) in zip(panels.flat, blocks, strict=False):
+        count = min(SAMPLE_ROWS, len(samples) // classes) * classes
+        panel.imshow(_mosaic(samples[:count], classes), cmap="gray", vmin=0, vmax=1)
+        panel.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

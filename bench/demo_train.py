@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ CLASSIFIER_NOISE = 0.3
 PRETRAIN_LR = 2e-3
 PRETRAIN_WARMUP = 50
 EMA = 0.98
-CHECK_EVERY = 50
+CHECK_EVERY = 25
 """Pretraining looks at the reward this often, to stop while there is still something to learn."""
 
 EVAL_SEED = 123_456
@@ -206,41 +207,69 @@ def gradient(loss_fn: Callable[..., Tensor], net: nn.Module, batch: tuple[Any, .
     loss_fn(net, *batch).backward()
 
 
+class Learner:
+    """Weights, optimiser and random numbers of one arm; the network itself is shared, so that it compiles once."""
+
+    def __init__(self, net: nn.Module, loss_fn: Callable[..., Tensor], task: Task, lr: float, seed: int) -> None:
+        self.net, self.loss_fn, self.task = net, loss_fn, task
+        self.generator = torch.Generator().manual_seed(seed)
+        self.optimiser = torch.optim.Adam(net.parameters(), lr, betas=(0.9, 0.99))
+        self.run = Run(weights=copy.deepcopy(net.state_dict()))
+
+    def step(self) -> float:
+        """One rollout and one optimiser step; returns the reward of the batch."""
+        run = self.run
+        self.net.load_state_dict(run.weights)
+        began = time.perf_counter()
+        batch, reward = self.task.draw(self.net, self.generator)
+        drawn = time.perf_counter()
+        gradient(self.loss_fn, self.net, batch)
+        ready = time.perf_counter()
+        self.optimiser.step()
+        run.step_seconds.append(time.perf_counter() - began)
+        run.gradient_seconds.append(ready - drawn)
+        run.rewards.append(reward)
+        stats = getattr(self.loss_fn, "stats", None)
+        if stats is not None and any(group.open is not None for group in stats.groups):
+            run.fallback.append(stats.fallback_share)
+        run.weights = copy.deepcopy(self.net.state_dict())
+        return reward
+
+    def score(self, samples: int) -> None:
+        """Adds a score of the weights as they are."""
+        self.net.load_state_dict(self.run.weights)
+        self.run.scores.append((len(self.run.rewards), self.task.score(self.net, samples)))
+
+
 def post_train(
     net: nn.Module,
     start: dict[str, Tensor],
-    loss_fn: Callable[..., Tensor],
+    arms: Mapping[str, tuple[Callable[..., Tensor], int]],
     task: Task,
     *,
-    steps: int,
     lr: float,
     seed: int,
     eval_every: int,
     eval_samples: int,
     title: str,
-) -> Run:
-    """GRPO, one optimiser step per rollout, from the weights `start`."""
+) -> dict[str, Run]:
+    """GRPO from the weights `start`, one optimiser step per rollout, all arms step by step in turn.
+
+    In turn, because seconds are compared: a busy moment of the machine then meets every arm.
+
+    Args:
+        arms: a loss and its number of steps, by name.
+    """
     net.load_state_dict(start)
-    generator = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.Adam(net.parameters(), lr, betas=(0.9, 0.99))
-    run = Run()
-    with bar(title, steps) as progress:
-        for step in range(1, steps + 1):
-            began = time.perf_counter()
-            batch, reward = task.draw(net, generator)
-            drawn = time.perf_counter()
-            gradient(loss_fn, net, batch)
-            ready = time.perf_counter()
-            optimiser.step()
-            run.step_seconds.append(time.perf_counter() - began)
-            run.gradient_seconds.append(ready - drawn)
-            run.rewards.append(reward)
-            stats = getattr(loss_fn, "stats", None)
-            if stats is not None and any(group.open is not None for group in stats.groups):
-                run.fallback.append(stats.fallback_share)
-            if step % eval_every == 0 or step == steps:
-                run.scores.append((step, task.score(net, eval_samples)))
-            progress.set_postfix_str(f"reward {reward:.3f}", refresh=False)
-            progress.update()
-    run.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    return run
+    learners = {name: Learner(net, loss_fn, task, lr, seed) for name, (loss_fn, _) in arms.items()}
+    with bar(title, sum(steps for _, steps in arms.values())) as progress:
+        for step in range(1, max(steps for _, steps in arms.values()) + 1):
+            for name, (_, steps) in arms.items():
+                if step > steps:
+                    continue
+                reward = learners[name].step()
+                if step % eval_every == 0 or step == steps:
+                    learners[name].score(eval_samples)
+                progress.set_postfix_str(f"step {step}, {name} reward {reward:.3f}", refresh=False)
+                progress.update()
+    return {name: learner.run for name, learner in learners.items()}

@@ -9,7 +9,7 @@ from jagg_fx.models import DiT, FlowSDE, make_grpo_loss, uniform_times
 from bench.demo import QUICK, main, parse
 from bench.demo_measure import Agreement, RandomSteps, agreement
 from bench.demo_report import Arm, markdown, rows, write
-from bench.demo_train import Run, Score, Task, pretrain
+from bench.demo_train import CHECK_EVERY, Run, Score, Task, post_train, pretrain
 from tests.models.test_data import random_bytes
 
 SHAPE = (1, 8, 8)
@@ -88,8 +88,26 @@ def test_pretraining_stops_at_the_reward():
 
     images = Images(torch.randn(20, *SHAPE), torch.arange(20) % 3, 3)
     options = {"batch": 4, "seed": 0, "eval_samples": 3}
-    assert pretrain(net(), images, task(), stop_at=0.3, steps=150, **options) == 50
+    assert pretrain(net(), images, task(), stop_at=0.3, steps=150, **options) == CHECK_EVERY
     assert pretrain(net(), images, task(), stop_at=0.4, steps=60, **options) == 60
+
+
+def test_arms_learn_in_turn_without_touching_each_other():
+    start = net().state_dict()
+    exact = make_grpo_loss(FlowSDE(), 1e-3)
+    options = {"lr": 1e-2, "seed": 3, "eval_every": 2, "eval_samples": 3, "title": ""}
+    uneven = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    uneven_task = Task(SHAPE, 3, uneven, Likes(1), FlowSDE(), uniform_times(4), batch=6, group=3)
+    alone = post_train(net(), start, {"a": (exact, 3)}, uneven_task, **options)["a"]
+    beside = {"a": (exact, 3), "b": (lambda *x: 2 * exact(*x), 5), "c": (exact, 3)}
+    runs = post_train(net(), start, beside, uneven_task, **options)
+    for name in ("a", "c"):
+        assert runs[name].rewards == alone.rewards
+        assert all(torch.equal(runs[name].weights[key], alone.weights[key]) for key in start)
+    assert [step for step, _ in runs["a"].scores] == [2, 3]
+    assert [step for step, _ in runs["b"].scores] == [2, 4, 5]
+    assert len(runs["b"].step_seconds) == len(runs["b"].gradient_seconds) == 5
+    assert any((alone.weights[key] != start[key]).any() for key in start)
 
 
 def measured():
@@ -152,6 +170,7 @@ def test_quick_changes_defaults_only():
         (["--patch-size", "3"], "patch_size"),
         (["--steps", "0"], "at least 1"),
         (["--batch", "12"], "multiple of --group"),
+        (["--eval-samples", "3"], "--eval-samples"),
         (["--data", "mnist"], "invalid choice"),
     ],
 )
