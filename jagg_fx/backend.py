@@ -15,7 +15,7 @@ from . import _ops, _torch
 from .errors import CaptureError
 from .marking import name_of
 from .options import Options, check
-from .passes import outline, refuse, rewrite, segments
+from .passes import outline, refuse, repeats, rewrite, segments
 from .stats import Stats
 
 __all__ = ["Backend", "backend"]
@@ -34,6 +34,8 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         named = self.options.velocity
         found = segments.find(gm, None if named is None else name_of(named))
+        if not found:
+            found = repeats.find(gm)
         if not _differentiable(gm):  # under no_grad, or nothing trains: there is no gradient to rewrite
             return self._compile(gm, inputs)
         _check_calls(found)

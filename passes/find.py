@@ -34,6 +34,7 @@ def run(joint: Joint) -> None:
         if index in cotangents:
             backward, positions = _backward(cotangents[index])
             call = Call(index, site, number[time], where)
+            joint.backward_bodies.add(backward.args[0].target)
             joint.sites[index] = Site(call, forward, velocity, time, backward, positions)
     joint.counts = {
         "nodes": len(graph.nodes),
@@ -54,14 +55,10 @@ def _backward(cotangent: fx.Node) -> tuple[fx.Node, list[int]]:
         regions = [u for u in users if is_region(u)]
         if regions:
             backward = regions[0]
-            return backward, [_from_end(backward, i) for i, a in enumerate(backward.args) if a is node]
+            return backward, [i for i, a in enumerate(backward.args) if a is node]
         if len(users) != 1:
             raise AssertionError(f"the cotangent {cotangent} enters no velocity call")
         node = users[0]
-
-
-def _from_end(node: fx.Node, position: int) -> int:
-    return position
 
 
 def _refuse_chains(joint: Joint) -> None:

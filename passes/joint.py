@@ -44,6 +44,7 @@ class Joint:
     positions: dict[int, list] = field(default_factory=dict)  # by group number: lambda of every step
     merged: dict[int, dict[int, fx.Node]] = field(default_factory=dict)  # by call: argument -> cotangent
     forwards: list[fx.Node] = field(default_factory=list)  # of every call, with or without a backward
+    backward_bodies: set[str] = field(default_factory=set)  # names of the bodies that backward calls run
     counts: dict[str, int] = field(default_factory=dict)  # calls and nodes before, for the report
 
     @property

@@ -58,7 +58,7 @@ def _random(node: fx.Node) -> str | None:
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     base = name.split(".")[0].rstrip("_")
-    named = {**dict(enumerate(node.args)), **node.kwargs}
+    named: dict = {**dict(enumerate(node.args)), **node.kwargs}
     if "dropout" in base:
         if named.get("training", named.get(2, True)) and named.get("p", named.get(1, 0.5)):
             return f"Dropout ({base}) is active"
@@ -74,7 +74,7 @@ def _random(node: fx.Node) -> str | None:
 
 def _changes(node: fx.Node, outside: set) -> str | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    named = {**dict(enumerate(node.args)), **node.kwargs}
+    named: dict = {**dict(enumerate(node.args)), **node.kwargs}
     if name == "batch_norm" and named.get("training", named.get(5, False)) and named.get(1) is not None:
         return "Batch normalisation is in train mode (it changes its running statistics)"
     changed: list = []

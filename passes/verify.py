@@ -11,7 +11,7 @@ from torch import fx
 from jagg_fx import _torch
 from jagg_fx.errors import VerifyError
 
-from .joint import Joint, body_of, data_flow, is_call, is_region, results, value
+from .joint import Joint, body_of, data_flow, getitems, is_call, is_region, results, value
 
 _MARKERS = (torch.ops.jagg_fx.call.default, torch.ops.jagg_fx.cotangent.default)
 
@@ -22,10 +22,18 @@ def verify(joint: Joint, after: str) -> None:
         joint.graph.lint()
     except Exception as error:
         raise VerifyError(f"after {after}: the graph is not well formed: {error}") from error
-    for rule in (_no_marker, _calls_are_closed, _independent, _pruned_is_gone, _regions_fit, _branches_agree):
-        broken = rule(joint)
+    rules = (_names_are_alive, _no_marker, _calls_are_closed, _independent, _regions_fit, _branches_agree)
+    for broken in (*(rule(joint) for rule in rules), _pruned_is_gone(joint, after)):
         if broken:
             raise VerifyError(f"after {after}: {broken}")
+
+
+def _names_are_alive(joint: Joint) -> str | None:
+    alive = set(joint.graph.nodes)
+    for index, site in joint.sites.items():
+        if site.backward is not None and site.backward not in alive:
+            return f"call {index} still names a backward that was erased"
+    return None
 
 
 def _no_marker(joint: Joint) -> str | None:
@@ -61,14 +69,22 @@ def _independent(joint: Joint) -> str | None:
     return None
 
 
-def _pruned_is_gone(joint: Joint) -> str | None:
-    """Once a pruned backward is taken out, nothing may still call it, and no value of it may be read."""
-    alive = set(joint.graph.nodes)
-    for group in joint.groups:
+def _pruned_is_gone(joint: Joint, after: str) -> str | None:
+    """Once a pruned backward is taken out, nothing calls it, and its forward computes nothing for it."""
+    if after not in ("prune", "slim"):
+        return None
+    kept = sum(len(g.kept) for g in joint.groups if g.number not in joint.opens)
+    bodies = {n.args[0].target for n in joint.graph.nodes if is_region(n)} & joint.backward_bodies
+    calls = sum(is_region(n) and n.args[0].target in bodies for n in joint.graph.nodes)
+    if calls != kept:
+        return f"{calls} backward calls are in the graph, the plan keeps {kept}"
+    for group in joint.groups if after == "slim" else ():
         for call in group.pruned:
-            site = joint.sites[call]
-            if site.backward is not None and site.backward not in alive:
-                return f"call {call} still names a backward that was erased"
+            forward = joint.sites[call].forward
+            used = {i for i, nodes in getitems(forward).items() if any(n.users for n in nodes)}
+            spare = len(results(body_of(joint.gm, forward).graph)) - len(used)
+            if spare and used:
+                return f"the forward of pruned call {call} still computes {spare} values that nothing reads"
     return None
 
 

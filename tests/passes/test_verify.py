@@ -1,0 +1,141 @@
+"""Broken rewrites, seeded by hand: each is caught before anything runs."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from jagg_fx.passes.joint import getitems, is_region, outputs, results
+from jagg_fx.passes.verify import verify
+
+from jagg_fx import VerifyError, _torch
+from jagg_fx.plan import Plan
+
+from .test_passes import NO_GATE, after
+
+
+def caught(joint, name: str, what: str) -> None:
+    with pytest.raises(VerifyError, match=what):
+        verify(joint, name)
+
+
+def _saved(site) -> int:
+    """The first argument of a backward that its own forward saved."""
+    args = enumerate(site.backward.args)
+    return next(i for i, x in args if i > 1 and x.target is operator.getitem and x.args[0] is site.forward)
+
+
+def test_a_marker_left_behind() -> None:
+    joint = after("find", NO_GATE)
+    v = joint.sites[0].velocity
+    with joint.graph.inserting_before(outputs(joint.graph)):
+        joint.graph.call_function(torch.ops.jagg_fx.cotangent.default, (v, 0))
+    caught(joint, "find", "markers are left")
+
+
+def test_a_value_used_before_it_is_made() -> None:
+    joint = after("merge", NO_GATE)
+    merged = joint.sites[0].backward.args[joint.sites[0].cotangents[0]]
+    outputs(joint.graph).prepend(merged)  # after its user
+    caught(joint, "merge", "not well formed")
+
+
+def test_a_backward_that_reads_what_another_call_saved() -> None:
+    joint = after("merge", NO_GATE)
+    a, b = joint.sites[0], joint.sites[3]
+    i = next(
+        i for i, x in enumerate(a.backward.args) if i > 1 and x.target is operator.getitem and x.args[0] is a.forward
+    )
+    a.backward.update_arg(i, b.backward.args[i])
+    caught(joint, "merge", r"call 0 reads .*saved by another call")
+
+
+def test_a_backward_that_reads_a_foreign_value() -> None:
+    joint = after("merge", NO_GATE)
+    a = joint.sites[0]
+    i = next(
+        i for i, x in enumerate(a.backward.args) if i > 1 and x.target is operator.getitem and x.args[0] is a.forward
+    )
+    with joint.graph.inserting_before(a.backward):
+        foreign = joint.graph.call_function(torch.ops.aten.clone.default, (a.backward.args[i],))
+    foreign.meta = dict(a.backward.args[i].meta)
+    a.backward.update_arg(i, foreign)
+    caught(joint, "merge", "neither saved nor an operand")
+
+
+def test_a_cotangent_made_from_another_backward() -> None:
+    joint = after("merge", NO_GATE)
+    later, earlier = joint.sites[5].backward, joint.sites[4]
+    gradient = next(iter(getitems(later).values()))[0]
+    position = earlier.cotangents[0]
+    own = earlier.backward.args[position]
+    with joint.graph.inserting_before(earlier.backward):
+        mixed = joint.graph.call_function(torch.ops.aten.add.Tensor, (own, gradient))
+    mixed.meta = dict(own.meta)
+    earlier.backward.update_arg(position, mixed)
+    caught(joint, "merge", "backward of call 5 feeds that of call 4")
+
+
+def test_a_pruned_backward_that_is_still_called() -> None:
+    joint = after("merge", NO_GATE)
+    caught(joint, "prune", "6 backward calls are in the graph, the plan keeps 4")
+
+
+def test_an_endpoint_pruned_by_mistake() -> None:
+    joint = after("prune", NO_GATE)
+    from jagg_fx.passes.prune import remove
+
+    remove(joint.graph, joint.sites[3].backward)
+    joint.sites[3].backward = None
+    caught(joint, "prune", "3 backward calls are in the graph, the plan keeps 4")
+
+
+def test_a_site_that_names_an_erased_backward() -> None:
+    joint = after("prune", NO_GATE)
+    from jagg_fx.passes.prune import remove
+
+    remove(joint.graph, joint.sites[3].backward)
+    caught(joint, "branch", "call 3 still names a backward that was erased")
+
+
+def test_a_pruned_forward_that_still_saves() -> None:
+    joint = after("prune", NO_GATE)
+    caught(joint, "slim", r"forward of pruned call 1 still computes \d+ values")
+
+
+def test_an_operand_too_few() -> None:
+    joint = after("slim", NO_GATE)
+    node = next(n for n in joint.graph.nodes if is_region(n))
+    node.args = node.args[:-1]
+    caught(joint, "slim", "operands, its body takes")
+
+
+def test_an_operand_of_the_wrong_dtype() -> None:
+    joint = after("merge", NO_GATE)
+    position = joint.sites[0].cotangents[0]
+    own = joint.sites[0].backward.args[position]
+    own.meta["val"] = own.meta["val"].float()
+    caught(joint, "merge", "torch.float32 .* its body takes torch.float64")
+
+
+def _branches(joint):
+    body = next(m for n, m in joint.gm.named_children() if n.startswith("jagg_group"))
+    (cond,) = body.graph.find_nodes(op="call_function", target=_torch.cond)
+    return [getattr(body, a.target) for a in cond.args[1:3]]
+
+
+def test_a_branch_that_returns_its_input() -> None:
+    joint = after("branch", Plan(W=4))
+    for branch in _branches(joint):
+        out = branch.graph.output_node()
+        first = branch.graph.find_nodes(op="placeholder")[0]
+        out.args = ((first, *results(branch.graph)[1:]),)
+    caught(joint, "branch", "returns one of its inputs")
+
+
+def test_branches_that_disagree_in_strides() -> None:
+    joint = after("branch", Plan(W=4))
+    node = next(n for n in results(_branches(joint)[0].graph) if n.meta["val"].ndim == 2)
+    node.meta["val"] = node.meta["val"].t().contiguous().t()
+    caught(joint, "branch", "disagree")
