@@ -22,10 +22,14 @@ def verify(joint: Joint, after: str) -> None:
         joint.graph.lint()
     except Exception as error:
         raise VerifyError(f"after {after}: the graph is not well formed: {error}") from error
-    rules = (_names_are_alive, _no_marker, _calls_are_closed, _independent, _regions_fit, _branches_agree)
-    for broken in (*(rule(joint) for rule in rules), _pruned_is_gone(joint, after)):
-        if broken:
-            raise VerifyError(f"after {after}: {broken}")
+    for rule in (_names_are_alive, _no_marker, _calls_are_closed, _independent, _regions_fit, _branches_agree):
+        _report(rule(joint), after)
+    _report(_pruned_is_gone(joint, after), after)
+
+
+def _report(broken: str | None, after: str) -> None:
+    if broken:
+        raise VerifyError(f"after {after}: {broken}")
 
 
 def _names_are_alive(joint: Joint) -> str | None:
