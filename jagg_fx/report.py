@@ -145,7 +145,7 @@ def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -
     inspector = _Inspector(chosen)
     step = Step(loss_fn, chosen, inspector)
     with torch.enable_grad(), contextlib.suppress(_Done):
-        step(*_trainable(example_args))
+        step(*trainable(example_args))
     if "after" not in inspector.seen:
         raise CaptureError("No gradient was found to rewrite: nothing among the arguments requires grad.")
     before, exact, saved_before, _ = inspector.seen["before"]
@@ -167,7 +167,7 @@ def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -
     )
 
 
-def _trainable(args: tuple) -> tuple:
+def trainable(args: tuple) -> tuple:
     """torch.func style parameters need not require grad: explain as grad_and_value would see them."""
     from torch.utils import _pytree as pytree
 

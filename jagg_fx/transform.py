@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch
+from .audit import Audit, audit
 from .backend import Backend
 from .discover import discover
 from .errors import CaptureError, JaggError, JaggWarning, RefusedError
@@ -119,6 +120,15 @@ class Step:
                 [next(given) if isinstance(x, Tensor) and x.requires_grad else None for x in fresh], spec
             )
         return grads, pytree.tree_map(_detached, out)
+
+    def audit(self, *args: Any, **kwargs: Any) -> Audit:
+        """The true error of the estimator on this batch, against exact: in all, per group, per parameter.
+
+        Takes the arguments of the step. Runs one exact step and two more backwards per group without code
+        generation, with the memory of an exact step; `.grad`, parameters and `stats` stay as they are. Compares
+        as if every gate were open, and says which were.
+        """
+        return audit(self, args, kwargs)
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         self._find_velocity(args, kwargs)

@@ -7,6 +7,7 @@ forward graph: they turn the velocity calls into calls of one shared body.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from jagg_fx.plan import Plan
@@ -31,20 +32,30 @@ def rewrite(gm: fx.GraphModule, plan: Plan, watch=None) -> Joint | None:
 
     watch, if given, is called with the name of each pass and the state after it.
     """
-    import torch
-
     if not gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default):
         return None
     joint = Joint(gm, plan)
-    for run in PASSES:
-        name = run.__module__.rsplit(".", 1)[-1]
-        run(joint)
-        verify(joint, name)
-        if watch is not None:
-            watch(name, joint)
+    _apply(joint, PASSES, watch)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return joint
 
 
-__all__ = ["PASSES", "Joint", "is_call", "rewrite"]
+def prepare(gm: fx.GraphModule, plan: Plan) -> Joint:
+    """Only the passes that add: exact backwards stay, merged cotangents stand beside them (for the audit)."""
+    joint = Joint(gm, plan)
+    _apply(joint, PASSES[:4])
+    gm.recompile()
+    return joint
+
+
+def _apply(joint: Joint, passes, watch=None) -> None:
+    for run in passes:
+        name = run.__module__.rsplit(".", 1)[-1]
+        run(joint)
+        verify(joint, name)
+        if watch is not None:
+            watch(name, joint)
+
+
+__all__ = ["PASSES", "Joint", "is_call", "prepare", "rewrite"]

@@ -40,6 +40,7 @@ def run(joint: Joint) -> None:
             return good if order is None else good & order
 
         (joint.opens[group.number],) = insert(joint.graph, decide, [*cos, *nodes], "open")
+    joint.cosines = cosines
     _publish(joint, cosines)
     sort(joint.graph)
 
