@@ -129,6 +129,13 @@ def inside_functorch() -> list[str]:
     return [str(i.key()).rsplit(".", 1)[-1] for i in stack]
 
 
+def outside_functorch() -> Any:
+    """A context in which no torch.func transform is active, for work on plain tensors inside of one."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def needs_functorch_grad(x: Any) -> bool:
     """Whether the innermost torch.func transform differentiates with respect to this value."""
     return isinstance(x, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(x) and x.requires_grad

@@ -250,10 +250,10 @@ class _Estimated(torch.autograd.Function):
         for i in trained:
             fresh[i].requires_grad_()
         args, kwargs = pytree.tree_unflatten(fresh, spec)
-        with torch.enable_grad():
+        with torch.enable_grad(), _torch.outside_functorch():
             out = step._run(args, kwargs)
-        loss = out[0] if step.options.has_aux else out
-        found = torch.autograd.grad(loss, [fresh[i] for i in trained], allow_unused=True)
+            loss = out[0] if step.options.has_aux else out
+            found = torch.autograd.grad(loss, [fresh[i] for i in trained], allow_unused=True)
         outs, box.out = pytree.tree_flatten(out)
         box.gradients = [torch.zeros_like(fresh[i]) if g is None else g for g, i in zip(found, trained, strict=False)]
         return tuple(_detached(x) for x in outs)

@@ -162,7 +162,7 @@ def from_module_stack(gm: fx.GraphModule) -> list[Segment]:
         for m, by_call in calls.items()
     }
     repeated = {m for m, by_call in live.items() if len(by_call) > 1 and _has_parameters(by_call)}
-    outer = {m for m in repeated if not any(_inside(live[m], live[o]) for o in repeated - {m})}
+    outer = {m for m in repeated if not any(depth[o] < depth[m] and _inside(live[m], live[o]) for o in repeated - {m})}
     if len(outer) > 1:
         listed = ", ".join(f"{names[m]}, {len(live[m])} calls" for m in sorted(outer))
         raise CaptureError(
