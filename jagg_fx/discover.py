@@ -84,7 +84,6 @@ def _watch(loss_fn: Callable, args: tuple, kwargs: dict) -> tuple[dict[int, Call
         contextlib.ExitStack() as hooks,
         torch.random.fork_rng(devices=[]),
         FakeTensorMode(allow_non_fake_inputs=True),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x),
     ):
         hooks.callback(nn.modules.module.register_module_forward_pre_hook(before).remove)
         hooks.callback(nn.modules.module.register_module_forward_hook(after).remove)
