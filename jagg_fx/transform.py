@@ -81,6 +81,10 @@ class Step:
         self._velocity: Callable | None = options.velocity
         self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
 
+    def __reduce__(self) -> tuple:
+        # A copy captures anew: compiled code and guards belong to one process.
+        return type(self), (self.loss_fn, self.options)
+
     @property
     def stats(self) -> Stats:
         return self.backend.stats
