@@ -150,7 +150,9 @@ def unwrap_backend_error(error: BaseException) -> BaseException:
 
 def capture_errors() -> tuple[type[BaseException], ...]:
     """What Dynamo raises where it cannot capture a function as one graph."""
-    return (torch._dynamo.exc.TorchDynamoException,)
+    errors = [torch._dynamo.exc.TorchDynamoException]
+    limit = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", None)
+    return tuple(errors if limit is None else [*errors, limit])
 
 
 def reset_dynamo_code(code: Any) -> None:
@@ -161,3 +163,14 @@ def short_message(error: BaseException) -> str:
     """Dynamo's message without its advice on debugging."""
     text = str(error).split("Set TORCHDYNAMO_VERBOSE")[0]
     return text.strip()
+
+
+def many_captures() -> Any:
+    """A context that allows a loss to be captured for more shapes than Dynamo's limit of 8."""
+    name = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    return torch._dynamo.config.patch({name: max(64, getattr(torch._dynamo.config, name))})
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether Dynamo gave up because a function was captured too often."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 import warnings
 from collections.abc import Callable
@@ -76,6 +77,8 @@ class Step:
         self._compiled = torch.compile(
             _own_code(loss_fn), backend=self.backend, fullgraph=True, dynamic=options.dynamic
         )
+        # Raised at the first need: the switch costs some milliseconds a call.
+        self._limit: Callable[[], Any] = contextlib.nullcontext
         self._calls: dict[int, tuple[Callable, list, Callable]] = {}
         self._looked_for: set[tuple] = set()
         self._velocity: Callable | None = options.velocity
@@ -138,9 +141,12 @@ class Step:
         self._find_velocity(args, kwargs)
         args = _aliased(args)
         try:
-            with installed(*self._marking()):
+            with installed(*self._marking()), self._limit():
                 out = self._compiled(*args, **kwargs)
         except _torch.capture_errors() as error:
+            if _torch.is_recompile_limit(error) and self._limit is contextlib.nullcontext:
+                self._limit = _torch.many_captures
+                return self._run(args, kwargs)
             raise _explained(error) from error
         return self._checked(out)
 
@@ -221,6 +227,12 @@ def _explained(error: BaseException) -> BaseException:
     inner = _torch.unwrap_backend_error(error)
     if isinstance(inner, JaggError) or inner is not error:
         return inner
+    if _torch.is_recompile_limit(error):
+        return CaptureError(
+            "The loss was captured too often: its shapes, or Python numbers that it reads, change from call to call. Pad to "
+            "few shapes, pass numbers as tensors, use dynamic=True, or raise torch._dynamo.config.recompile_limit. "
+            f"What torch says:\n{_torch.short_message(error)}"
+        )
     return CaptureError(
         "The loss could not be captured as one graph, which the rewrite needs. Usually a Python branch or an index "
         "depends on a tensor's value (.item(), .nonzero(), `if tensor:`); compute it outside of the loss and pass "
