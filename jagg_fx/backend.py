@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from . import _ops, _torch
-from .errors import CaptureError
+from .errors import CaptureError, JaggWarning
 from .marking import name_of
 from .options import Options, check
-from .passes import outline, refuse, repeats, rewrite, segments
+from .passes import Joint, outline, refuse, repeats, rewrite, segments
 from .stats import Stats
 
 __all__ = ["Backend", "backend"]
@@ -66,7 +67,10 @@ class Backend:
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         o = self.options
-        go = functools.partial(rewrite, plan=o.plan, watch=self._watch)
+
+        def go(joint: fx.GraphModule) -> None:
+            _warn_if_useless(rewrite(joint, o.plan, self._watch))
+
         if o.compiler == "eager":
             return _torch.compile_eager(gm, inputs, go)
         return _torch.compile_inductor(gm, inputs, go, cache_key(o), _torch.inductor_options(o.mode, o.options))
@@ -103,6 +107,18 @@ def _sources() -> str:
         for path in sorted(folder.glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _warn_if_useless(joint: Joint | None) -> None:
+    if joint is None or joint.plan.estimator.name == "exact" or joint.plan.W <= 2:
+        return
+    if not any(g.pruned for g in joint.groups):
+        warnings.warn(
+            f"{len(joint.sites)} velocity calls form no group of more than two timesteps, so every backward is kept: "
+            "the gradient is exact and nothing is saved. JAGG needs windows of three timesteps or more, better of four.",
+            JaggWarning,
+            stacklevel=2,
+        )
 
 
 def _differentiable(gm: fx.GraphModule) -> bool:

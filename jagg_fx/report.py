@@ -64,6 +64,12 @@ class Report:
     def saved_bytes_after(self) -> int:
         return self.sides[1].saved_bytes
 
+    @property
+    def speed_bound(self) -> float:
+        """How much faster a step can be at most, if a forward costs 1 and a backward 2 and the head nothing."""
+        a, b = self.sides
+        return (a.forward_calls + 2 * a.backward_calls) / (b.forward_calls + 2 * b.backward_calls)
+
     def __str__(self) -> str:
         p, (a, b) = self.plan, self.sides
         gate = "no gate" if p.gate is None else f"gate {p.gate} >= {p.tau:g}"
@@ -86,6 +92,8 @@ class Report:
             f"  graph nodes         {a.nodes:12d} {b.nodes:10d}",
             f"  saved activations   {_bytes(a.saved_bytes):>12s} {_bytes(b.saved_bytes):>10s}{share}",
         ]
+        cost = f"  cost (forward 1, backward 2){3.0:10.2f} {3 / self.speed_bound:10.2f}"
+        lines.append(f"{cost}   at most {self.speed_bound:.2f}x faster")
         if any(g.pruned for g in self.groups) and p.gate is not None:
             lines.append("  (an open gate runs the backward calls above; a shut one runs the exact ones)")
         return "\n".join(lines)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from .errors import JaggWarning
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,27 @@ class GroupStats:
 class Stats:
     """The gates of the last step. Groups that are exact anyway (one or two steps) are not listed."""
 
+    _CHECK_EVERY = 16  # steps between looks at the gates: each look makes the host wait for the device
+
     def __init__(self) -> None:
         self._table: Tensor | None = None
+        self._steps = 0
+        self._mostly_shut = 0
 
     def record(self, table: Tensor) -> None:
         self._table = table.detach()
+        self._steps += 1
+        if self._steps % self._CHECK_EVERY == 0 and self._mostly_shut < 2:
+            self._mostly_shut = self._mostly_shut + 1 if self.fallback_share >= 0.9 else 0
+            if self._mostly_shut == 2:
+                warnings.warn(
+                    f"The gate was shut for {self.fallback_share:.0%} of the groups in each look at the last "
+                    f"{2 * self._CHECK_EVERY} steps: they took the exact backward, and little is saved. On SDE "
+                    "trajectories the states are not on a line, and the cosine shuts although the gradient may agree well: see "
+                    "step.audit(...) for the true error, then use gate=None, a lower tau, or a smaller W.",
+                    JaggWarning,
+                    stacklevel=2,
+                )
 
     @property
     def groups(self) -> list[GroupStats]:
