@@ -115,7 +115,8 @@ def _warn_if_useless(joint: Joint | None) -> None:
     if not any(g.pruned for g in joint.groups):
         warnings.warn(
             f"{len(joint.sites)} velocity calls form no group of more than two timesteps, so every backward is kept: "
-            "the gradient is exact and nothing is saved. JAGG needs windows of three timesteps or more, better of four.",
+            "the gradient is exact and nothing is saved. JAGG needs windows of three timesteps or "
+            "more, better of four.",
             JaggWarning,
             stacklevel=2,
         )

@@ -41,7 +41,8 @@ class Stats:
                 warnings.warn(
                     f"The gate was shut for {self.fallback_share:.0%} of the groups in each look at the last "
                     f"{2 * self._CHECK_EVERY} steps: they took the exact backward, and little is saved. On SDE "
-                    "trajectories the states are not on a line, and the cosine shuts although the gradient may agree well: see "
+                    "trajectories the states are not on a line, and the cosine shuts although the "
+                    "gradient may agree well: see "
                     "step.audit(...) for the true error, then use gate=None, a lower tau, or a smaller W.",
                     JaggWarning,
                     stacklevel=2,

@@ -229,7 +229,8 @@ def _explained(error: BaseException) -> BaseException:
         return inner
     if _torch.is_recompile_limit(error):
         return CaptureError(
-            "The loss was captured too often: its shapes, or Python numbers that it reads, change from call to call. Pad "
+            "The loss was captured too often: its shapes, or Python numbers that it reads, change "
+            "from call to call. Pad "
             "to few shapes, pass numbers as tensors, use dynamic=True, or raise torch._dynamo.config.recompile_limit. "
             f"What torch says:\n{_torch.short_message(error)}"
         )
