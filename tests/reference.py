@@ -122,7 +122,8 @@ class Recorder:
             out = self.function(self.params, *args, **kwargs)
         v = _output(out).detach().requires_grad_()
         t = kwargs[self.time] if isinstance(self.time, str) else args[self.time]
-        self.calls.append(Call(args, kwargs, torch.as_tensor(t).detach(), v, _autocast_now()))
+        t = t.detach() if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
+        self.calls.append(Call(args, kwargs, t, v, _autocast_now()))
         return _with_output(out, v)
 
 
@@ -215,7 +216,7 @@ def reference(
     wanted = [c.v for c in calls] + leaves
     found: list[Tensor | None] = [None] * len(wanted)
     if loss.requires_grad:
-        found = list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        found = list(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
     cotangents, total = found[: len(calls)], found[len(calls) :]
 
     by_lane: dict[Any, list[int]] = {}
@@ -269,7 +270,8 @@ def reference(
             v = _output(function(params, *call.args, **call.kwargs))
         if not v.requires_grad:
             continue
-        part = torch.autograd.grad(v, leaves, G, allow_unused=True)
+        # an input may have a graph of its own (a trained prompt), shared by the calls: keep it
+        part = torch.autograd.grad(v, leaves, G, allow_unused=True, retain_graph=True)
         total = [a if b is None else b if a is None else a + b for a, b in zip(total, part, strict=True)]
 
     grads: dict[str, Tensor | None] = {k: None for k in params}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -12,7 +13,7 @@ import jagg_fx
 
 from .helpers import EAGER, check, exact, run, wanted
 from .losses import MLP, STYLES, Case, coupled, grpo_case, lora, quadratic, simple_case
-from .reference import relative_error
+from .reference import reference, relative_error
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -185,6 +186,182 @@ def test_a_gradient_by_autograd_grad() -> None:
     params = case.trainable()
     grads = torch.autograd.grad(step(params, *case.args), list(params.values()))
     assert relative_error(dict(zip(params, grads, strict=True)), wanted(case, W=4).grads) < 1e-10
+
+
+class Prompted(torch.nn.Module):
+    """A prompt encoder that runs once, and a velocity that reads its output at every timestep."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.body = torch.nn.Linear(3, 4), MLP(4)
+
+    def forward(self, z, t, prompt):
+        return self.body(z + torch.tanh(prompt), t)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("options", [{"W": 2}, {"W": 4, "gate": None}, {"W": 4, "tau": 1.5}], ids=str)
+def test_a_trained_prompt(options: dict, style: str) -> None:
+    """The cotangent of an input of the calls is interpolated with that of the parameters."""
+    torch.manual_seed(0)
+    net = Prompted().double()
+    zs, ts, cs = simple_case(quadratic, T=5, noise=0.3).args
+    tokens = torch.randn(3, 3, dtype=torch.float64)
+
+    def core(velocity, encode, zs, ts, cs):
+        prompt = encode(tokens)
+        return sum(((velocity(zs[k], ts[k], prompt) - cs[k]) ** 2).mean() for k in range(5))
+
+    def on_params(params, *args):
+        def encode(x):
+            return torch.nn.functional.linear(x, params["encoder.weight"], params["encoder.bias"])
+
+        return core(lambda *a: torch.func.functional_call(net, params, a), encode, *args)
+
+    def on_net(net, *args):
+        return core(net, net.encoder, *args)
+
+    params = {k: p.detach().clone().requires_grad_() for k, p in net.named_parameters()}
+
+    def function(params, *inputs):
+        return torch.func.functional_call(net, params, inputs)
+
+    def encode(x):
+        return torch.nn.functional.linear(x, params["encoder.weight"], params["encoder.bias"])
+
+    W = options["W"] if options.get("tau", 0) < 1 else 1
+    want = reference(lambda velocity, *args: core(velocity, encode, *args), function, params, (zs, ts, cs), W=W)
+    step = jagg_fx.transform(on_params if style == "params" else on_net, **EAGER, **options)
+    grads, _ = step.grad_and_value(params if style == "params" else net, zs, ts, cs)
+    assert relative_error(grads, want.grads) < 1e-10
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_both_outputs_of_a_network_are_read(style: str) -> None:
+    """A velocity and a learned variance, both in the loss: no cotangent may be lost."""
+
+    class Two(torch.nn.Module):
+        def __init__(self, joined: bool):
+            super().__init__()
+            self.body, self.variance, self.joined = MLP(4), MLP(4), joined
+
+        def forward(self, z, t):
+            v, s = self.body(z, t), torch.tanh(self.variance(z, t))
+            return torch.cat([v, s], 1) if self.joined else (v, s)
+
+    def loss_of(split):
+        def core(velocity, zs, ts, cs):
+            total = zs.new_zeros(())
+            for k in range(5):
+                v, s = split(velocity(zs[k], ts[k]))
+                total = total + ((v - cs[k]) ** 2 * torch.exp(-s) + s).mean()
+            return total
+
+        return core
+
+    torch.manual_seed(0)
+    joined = Two(True).double()
+    apart = copy.deepcopy(joined)
+    apart.joined = False
+    args = simple_case(quadratic, T=5, noise=0.3).args
+    want = wanted(Case(joined, loss_of(lambda out: out.chunk(2, 1)), args), W=4)
+    try:
+        got = run(Case(apart, loss_of(lambda out: out), args), style, W=4, gate=None)
+    except jagg_fx.JaggError as e:
+        assert "output" in str(e)  # noqa: PT017
+        return
+    check(got, want, 1e-10, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["flag", "step number", "float time"])
+def test_calls_that_differ_in_python_values(kind: str) -> None:
+    """Each call has code of its own then: right, or refused with the reason."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = MLP(4)
+            self.bias = torch.nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, z, t, extra=None):
+            v = self.body(z, torch.as_tensor(t, dtype=z.dtype))
+            if extra is None:
+                return v
+            return v + self.bias[extra] if kind == "step number" else torch.sin(v) if extra else v
+
+    def core(velocity, zs, ts, cs):
+        total = zs.new_zeros(())
+        for k in range(5):
+            if kind == "float time":
+                v = velocity(zs[k], 0.9 - 0.1 * k)
+            else:
+                v = velocity(zs[k], ts[k], k if kind == "step number" else k % 2 == 0)
+            total = total + ((v - cs[k]) ** 2).mean()
+        return total
+
+    case = simple_case(core, net=Net(), T=5, noise=0.3)
+    try:
+        got = run(case, W=4, gate=None)
+    except jagg_fx.JaggError as e:
+        assert "call" in str(e)  # noqa: PT017
+        return
+    check(got, wanted(case, W=4), 1e-10, 1e-12)
+
+
+def test_keyword_arguments_of_the_loss() -> None:
+    """What the loop passes by name: tensors and plain numbers, which may change from step to step."""
+    plain = simple_case(quadratic, T=4, noise=0.3)
+
+    def loss_fn(net, zs, *, ts, targets, scale=1.0):
+        return scale * quadratic(net, zs, ts, targets)
+
+    zs, ts, targets = plain.args
+    step = jagg_fx.transform(loss_fn, W=4, gate=None, **EAGER)
+    want = wanted(plain, W=4)
+    for scale in (1.0, 2.5, -1.0):
+        grads, loss = step.grad_and_value(plain.net, zs, ts=ts, targets=targets, scale=scale)
+        assert relative_error(grads, {k: scale * g for k, g in want.grads.items()}) < 1e-10
+        assert abs(float(loss) - scale * float(want.loss)) < 1e-12
+
+
+def test_the_loss_is_an_object() -> None:
+    """A callable object with its own settings, a bound method, a functools.partial."""
+
+    class Objective:
+        def __init__(self, scale: float):
+            self.scale = scale
+
+        def __call__(self, net, *args):
+            return self.scale * quadratic(net, *args)
+
+        def method(self, net, *args):
+            return self.scale * quadratic(net, *args)
+
+    plain = simple_case(quadratic, T=4, noise=0.3)
+    want = {k: 3 * g for k, g in wanted(plain, W=4).grads.items()}
+    objective = Objective(3.0)
+    bound = functools.partial(lambda scale, net, *args: scale * quadratic(net, *args), 3.0)
+    for loss_fn in (objective, objective.method, bound):
+        grads, _ = jagg_fx.transform(loss_fn, W=4, gate=None, **EAGER).grad_and_value(plain.net, *plain.args)
+        assert relative_error(grads, want) < 1e-10
+
+
+def test_a_loss_module() -> None:
+    """All calls inside one module, as DDP needs it: loss_fn(module, ...) is the module's own forward."""
+
+    class LossModule(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, *args):
+            return quadratic(self.net, *args)
+
+    plain = simple_case(quadratic, T=4, noise=0.3)
+    module = LossModule(plain.net)
+    step = jagg_fx.transform(lambda module, *args: module(*args), W=4, gate=None, **EAGER)
+    grads, _ = step.grad_and_value(module, *plain.args)
+    assert relative_error({k[4:]: g for k, g in grads.items()}, wanted(plain, W=4).grads) < 1e-10
 
 
 def test_an_input_that_trains() -> None:

@@ -46,7 +46,7 @@ class Plan:
     seed: int = 0
 
 
-NETS = ["affine", "mlp", "deep", "tied", "lora", "conv", "attention"]
+NETS = ["affine", "mlp", "deep", "tied", "lora", "conv", "attention", "split", "bare", "views", "widening"]
 TIMES = ["uniform", "random", "rising", "per row", "expanded", "int64"]
 LAYOUTS = ["contiguous", "list", "overlapping", "strided", "transposed", "one state"]
 TERMS = [
@@ -117,6 +117,55 @@ class Attention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v)) + z
 
 
+class Split(nn.Module):
+    """Learns a variance beside the velocity, and drops it: the output is a part of a larger tensor."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.net, self.out = MLP(dim, 5), nn.Linear(dim, 2 * dim)
+
+    def forward(self, z, t):
+        return self.out(self.net(z, t)).chunk(2, dim=-1)[0]
+
+
+class Bare(nn.Module):
+    """The velocity is a view of a parameter: no operation at all between them."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(dim))
+
+    def forward(self, z, t):
+        return self.value.expand_as(z)
+
+
+class Views(nn.Module):
+    """Works on transposed and reshaped views, in place on values of its own, and returns a view."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.net, self.scale = MLP(dim, 5), nn.Parameter(torch.randn(dim, 1))
+
+    def forward(self, z, t):
+        h = self.net(z, t).t()
+        h = h * self.scale
+        h += 1
+        h[0] *= 2
+        return h.reshape(-1, z.shape[0]).t()
+
+
+class Widening(nn.Module):
+    """Computes in float64 inside, whatever comes in."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+
+    def forward(self, z, t):
+        c = t.double().reshape(-1, *[1] * (z.dim() - 1))
+        return torch.sin(z.double() @ self.weight.double() + c).to(z.dtype)
+
+
 class Thousandth(nn.Module):
     """Integer timesteps, divided inside."""
 
@@ -139,6 +188,10 @@ def make_net(plan: Plan) -> tuple[nn.Module, tuple[int, ...]]:
         "lora": lambda: (lora(d, 5), (d,)),
         "conv": lambda: (Conv(d, 2), (d, 3, 3)),
         "attention": lambda: (Attention(d), (3, d)),
+        "split": lambda: (Split(d), (d,)),
+        "bare": lambda: (Bare(d), (d,)),
+        "views": lambda: (Views(d), (d,)),
+        "widening": lambda: (Widening(d), (d,)),
     }[plan.net]()
     if plan.net != "lora":
         parameters = list(net.parameters())
@@ -181,6 +234,11 @@ def make_states(plan: Plan, shape: tuple[int, ...], g: torch.Generator) -> torch
 
 def term(kind: str, v, z, target, weight):
     """A scalar of one velocity, through ordinary ops."""
+    if kind == "in place":
+        x = v * 1
+        x -= target
+        x.mul_(2)
+        return x.square().float().mean()
     x = v.float() if v.dtype == torch.bfloat16 else v
     target, z = target.to(x.dtype), z.to(x.dtype)
     if kind == "linear":
