@@ -7,7 +7,9 @@ gradient, from which lines.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,28 +69,55 @@ def discover(loss_fn: Callable, args: tuple, kwargs: dict) -> nn.Module | None:
 def _watch(loss_fn: Callable, args: tuple, kwargs: dict) -> tuple[dict[int, Called], bool]:
     called: dict[int, Called] = {}
     stack: list[int] = []
+    known: dict[Any, Any] = {}
+    original, thread = nn.Module.__call__, threading.get_ident()
 
-    def before(module: nn.Module, inputs: Any) -> None:
+    def call(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+        trains = any(p.requires_grad for p in module.parameters()) if threading.get_ident() == thread else False
+        if not trains:
+            return original(module, *inputs, **named)
+        # A call like an earlier one is not run again: its output looks the same.
+        key = (id(module), torch.is_grad_enabled(), repr(pytree.tree_map(_look, (inputs, named))))
         stack.append(id(module))
-
-    def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        stack.pop()
-        trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in _tensors(output))
-        if trains and any(p.requires_grad for p in module.parameters()):
+        try:
+            output = _again(known[key]) if key in known else original(module, *inputs, **named)
+        finally:
+            stack.pop()
+        known.setdefault(key, output)
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in _tensors(output)):
             entry = called.setdefault(id(module), Called(module, len(stack)))
             entry.where.append(user_line())
             entry.parents.update(stack)
+        return output
 
     seen = marking.count_marks()
     with (
-        contextlib.ExitStack() as hooks,
+        contextlib.ExitStack() as undo,
         torch.random.fork_rng(devices=[]),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        hooks.callback(nn.modules.module.register_module_forward_pre_hook(before).remove)
-        hooks.callback(nn.modules.module.register_module_forward_hook(after).remove)
+        undo.callback(setattr, nn.Module, "__call__", original)
+        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
         loss_fn(*args, **kwargs)
     return called, marking.count_marks() > seen
+
+
+def _look(x: Any) -> Any:
+    return (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+def _again(output: Any) -> Any:
+    """An output of the same shapes, without the history of the first."""
+
+    def fresh(x: Any) -> Any:
+        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    if isinstance(output, (torch.Tensor, list, tuple, dict)):
+        return pytree.tree_map(fresh, output)
+    other = copy.copy(output)
+    for name, x in vars(output).items() if hasattr(output, "__dict__") else ():
+        object.__setattr__(other, name, fresh(x))
+    return other
 
 
 def _tensors(tree: Any) -> list[Any]:

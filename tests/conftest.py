@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 # Each example captures a graph (about a second): "default" is what `make test` runs, and draws the same
 # examples every time; "fuzz" is for long runs and never repeats itself.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("default", max_examples=8, derandomize=True, database=None, **_COMMON)
+settings.register_profile("default", max_examples=6, derandomize=True, database=None, **_COMMON)
 settings.register_profile("fuzz", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -285,9 +285,9 @@ def test_c04_old_log_probs_of_the_same_weights() -> None:
 
 def test_c05_units_and_direction_of_time_do_not_matter() -> None:
     """sigma, 1000 sigma, int64 timesteps, and the whole trajectory backwards: one gradient."""
-    steps = torch.tensor([950, 900, 720, 655, 400, 301, 250, 17])
-    zs = line_states(steps / 1000, 3, 4).double() + 0.1 * torch.randn(8, 3, 4, dtype=D)
-    targets = torch.randn(8, 3, 4, dtype=D)
+    steps = torch.tensor([950, 900, 720, 400, 301, 17])
+    zs = line_states(steps / 1000, 3, 4).double() + 0.1 * torch.randn(6, 3, 4, dtype=D)
+    targets = torch.randn(6, 3, 4, dtype=D)
     results = {}
     for kind, scale, ts in [
         ("sigma", 1.0, steps.double() / 1000),
@@ -297,15 +297,15 @@ def test_c05_units_and_direction_of_time_do_not_matter() -> None:
     ]:
         torch.manual_seed(0)
         net = MLP(4, scale=scale).double()
-        for direction in ("falling", "rising") if kind != "int32" else ("falling",):
-            order = slice(None) if direction == "falling" else torch.arange(7, -1, -1)
+        for direction in ("falling", "rising") if kind in ("sigma", "int64") else ("falling",):
+            order = slice(None) if direction == "falling" else torch.arange(5, -1, -1)
             case = Case(net, quadratic, (zs[order], ts[order], targets[order]))
             torch._dynamo.reset()
-            results[kind, direction] = run(case, W=4, gate=None)
+            results[kind, direction] = run(case, W=3, gate=None)
     first = results["sigma", "falling"]
     torch.manual_seed(0)
     case = Case(MLP(4).double(), quadratic, (zs, steps.double() / 1000, targets))
-    check(first, wanted(case, W=4), 1e-10, 1e-12)
+    check(first, wanted(case, W=3), 1e-10, 1e-12)
     for key, got in results.items():
         assert relative_error(got.grads, first.grads) < 1e-10, key
 
@@ -1130,8 +1130,10 @@ def test_c22_checkpoint_around_the_call(style: str) -> None:
     check(run(with_core(plain, core), style, W=4, gate=None), wanted(plain, W=4), 1e-10, 1e-12)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kind", ["sample", "namedtuple", "tuple", "dict"])
+@pytest.mark.parametrize(
+    ("kind", "style"),
+    [("sample", "net"), ("sample", "params"), ("namedtuple", "net"), ("tuple", "params"), ("dict", "net")],
+)
 def test_c23_wrapped_outputs(kind: str, style: str) -> None:
     def core(velocity, zs, ts, cs):
         return quadratic(lambda z, t: read(velocity(z, t), kind), zs, ts, cs)
