@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch
-from .backend import Backend
+from .backend import Backend, Done
 from .passes import Joint, prepare
 from .plan import Group
 
@@ -70,10 +70,6 @@ class Audit:
         return "\n".join(lines)
 
 
-class _Done(Exception):
-    pass
-
-
 class _Auditor(Backend):
     """A backend that runs the joint graph itself, once, and stops."""
 
@@ -88,7 +84,7 @@ class _Auditor(Backend):
 
         def run(*args: Tensor) -> Any:
             self.result = _run(joint, args)
-            raise _Done
+            raise Done
 
         return run
 
@@ -99,7 +95,7 @@ def audit(step: Any, args: tuple, kwargs: dict) -> Audit:
     from .transform import Step
 
     backend = _Auditor(step.options)
-    with torch.enable_grad(), contextlib.suppress(_Done):
+    with torch.enable_grad(), contextlib.suppress(Done):
         Step(step.loss_fn, step.options, backend)(*trainable(args), **kwargs)
     if backend.result is None:
         raise RuntimeError("nothing to audit: no argument requires grad")

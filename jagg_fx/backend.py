@@ -24,6 +24,10 @@ __all__ = ["Backend", "backend"]
 _KEPT_ALIVE = _ops  # the operators must be registered before any graph is made
 
 
+class Done(BaseException):
+    """Raised by a backend that only looks, in place of running the step. No failure: handlers must not see it."""
+
+
 class Backend:
     """Compiles the graphs that Dynamo captures from one loss. Use `backend(...)` to make one."""
 

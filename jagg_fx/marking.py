@@ -76,12 +76,18 @@ def name_of(f: Any) -> str:
     return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
 
 
-def marking_call(f: Callable, time: str | int | None) -> Callable:
+def marking_call(f: Callable, time: str | int | None, region: bool) -> Callable:
     """What stands in for a function, or for a module's forward, while a loss is captured: it marks each call.
 
-    Made once per transform, since guards compare its identity.
+    Made once per transform, since guards compare its identity. region: let Dynamo trace alike calls once, so that
+    the time of a capture does not grow with their number.
     """
-    original = f.forward if isinstance(f, nn.Module) else f
+    plain = f.forward if isinstance(f, nn.Module) else f
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    traced = torch.compiler.nested_compile_region(original) if region else original
     site = name_of(f)
     name, position = time_argument(f, time)
     missing = (
@@ -93,9 +99,9 @@ def marking_call(f: Callable, time: str | int | None) -> Callable:
         if not torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)
         if name is not None and name in kwargs:
-            return _marked(original, kwargs[name], site, args, kwargs)
+            return _marked(traced, kwargs[name], site, args, kwargs)
         if 0 <= position < len(args):
-            return _marked(original, args[position], site, args, kwargs)
+            return _marked(traced, args[position], site, args, kwargs)
         return _marked(original, 0.0, missing, args, kwargs)
 
     return forward

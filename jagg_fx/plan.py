@@ -22,6 +22,7 @@ class Call:
     site: str
     time: Hashable
     where: str
+    body: str = ""  # calls of one group share the body that they run
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,11 @@ class Plan:
         network twice per timestep): lanes are never mixed in one group.
         """
         seen: Counter = Counter()
-        lanes: dict[tuple[str, int], list[int]] = {}
+        lanes: dict[tuple[str, str, int], list[int]] = {}
         for call in calls:
-            lane = seen[call.site, call.time]
-            seen[call.site, call.time] += 1
-            lanes.setdefault((call.site, lane), []).append(call.index)
+            kind = (call.site, call.body)
+            lane = seen[kind, call.time]
+            seen[kind, call.time] += 1
+            lanes.setdefault((*kind, lane), []).append(call.index)
         cut = [tuple(lane[i : i + self.W]) for lane in lanes.values() for i in range(0, len(lane), self.W)]
         return [Group(i, c, tuple(self.estimator.nodes(len(c)))) for i, c in enumerate(cut)]

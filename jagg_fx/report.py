@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from . import _torch
-from .backend import Backend
+from .backend import Backend, Done
 from .errors import CaptureError
 from .estimators import Exact, index_lambdas, lambdas
 from .options import check
@@ -110,10 +110,6 @@ class Report:
         return f"of {' + '.join(terms)}"
 
 
-class _Done(Exception):
-    """The graphs have been seen: nothing needs to run."""
-
-
 class _Inspector(Backend):
     """A backend that looks at the graphs and stops."""
 
@@ -138,7 +134,7 @@ class _Inspector(Backend):
 
         def run(*args: Any) -> Any:
             self.seen["times"] = [t.detach().cpu() for t in times(*args)]
-            raise _Done
+            raise Done
 
         return run
 
@@ -152,7 +148,7 @@ def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -
     chosen = check(W, **{**options, "compiler": "eager"})
     inspector = _Inspector(chosen)
     step = Step(loss_fn, chosen, inspector)
-    with torch.enable_grad(), contextlib.suppress(_Done):
+    with torch.enable_grad(), contextlib.suppress(Done):
         step(*trainable(example_args))
     if "after" not in inspector.seen:
         raise CaptureError("No gradient was found to rewrite: nothing among the arguments requires grad.")

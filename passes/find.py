@@ -33,7 +33,7 @@ def run(joint: Joint) -> None:
         joint.forwards.append(forward)
         if index in cotangents:
             backward, positions = _backward(cotangents[index])
-            call = Call(index, site, number[time], where)
+            call = Call(index, site, number[time], where, forward.args[0].target + backward.args[0].target)
             joint.backward_bodies.add(backward.args[0].target)
             joint.sites[index] = Site(call, forward, velocity, time, backward, positions)
     joint.counts = {

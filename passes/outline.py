@@ -23,13 +23,22 @@ def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
     exits = _exits(segments)
     bodies: dict[str, str] = {}
     for index, (segment, leaves) in enumerate(zip(segments, exits, strict=True)):
-        form, inputs = canonical(gm, segment.nodes, leaves)
-        if form not in bodies:
-            bodies[form] = f"velocity_{len(bodies)}"
-            setattr(gm, bodies[form], _body(gm, segment.nodes, inputs, leaves))
-        _replace(gm, segment, inputs, leaves, bodies[form], index)
+        if segment.time is None:
+            raise CaptureError(f"the velocity call at {segment.where} has no time")
+        if not _is_region(segment):  # else Dynamo has outlined it: `transform` asks it to
+            form, inputs = canonical(gm, segment.nodes, leaves)
+            if form not in bodies:
+                bodies[form] = f"velocity_{len(bodies)}"
+                setattr(gm, bodies[form], _body(gm, segment.nodes, inputs, leaves))
+            leaves = _replace(gm, segment, inputs, leaves, bodies[form])
+        _mark(gm, segment, leaves, index)
     gm.graph.lint()
     gm.recompile()
+
+
+def _is_region(segment: Segment) -> bool:
+    first, *rest = segment.nodes
+    return first.target is _torch.invoke_subgraph and all(n.target is operator.getitem for n in rest)
 
 
 def _exits(segments: Sequence[Segment]) -> list[list[fx.Node]]:
@@ -108,31 +117,29 @@ def _body(
 
 
 def _replace(
-    gm: fx.GraphModule,
-    segment: Segment,
-    inputs: Sequence[fx.Node],
-    leaves: Sequence[fx.Node],
-    attr: str,
-    index: int,
-) -> None:
+    gm: fx.GraphModule, segment: Segment, inputs: Sequence[fx.Node], leaves: Sequence[fx.Node], attr: str
+) -> list[fx.Node]:
+    """Call the body in place of the nodes. Returns the nodes of its outputs."""
     graph = gm.graph
-    inside = set(segment.nodes)
-    call_op = torch.ops.jagg_fx.call.default
-    if segment.time is None:
-        raise CaptureError(f"the velocity call at {segment.where} has no time")
+    outs = []
     with graph.inserting_before(segment.nodes[-1].next):
         ref = graph.get_attr(attr)
         node = graph.call_function(_torch.invoke_subgraph, (ref, f"jagg_fx_{attr}", *inputs))
-        marked = False
         for position, leaf in enumerate(leaves):
             out = graph.call_function(operator.getitem, (node, position))
             out.meta = {k: v for k, v in leaf.meta.items() if k in ("example_value", "val", "stack_trace")}
-            if carries_gradient(leaf) and not marked:
-                marked = True
-                args = (out, segment.time, index, segment.site, segment.where)
-                mark = graph.call_function(call_op, args)
-                mark.meta = dict(out.meta)
-                out = mark
-            leaf.replace_all_uses_with(out, delete_user_cb=lambda user: user not in inside)
+            leaf.replace_all_uses_with(out)
+            outs.append(out)
     for n in reversed(segment.nodes):
         graph.erase_node(n)
+    return outs
+
+
+def _mark(gm: fx.GraphModule, segment: Segment, leaves: Sequence[fx.Node], index: int) -> None:
+    """Put the call's number and time on its velocity: the first output that carries gradient."""
+    velocity = next(n for n in leaves if carries_gradient(n) and n.target is operator.getitem)
+    with gm.graph.inserting_after(velocity):
+        args = (velocity, segment.time, index, segment.site, segment.where)
+        mark = gm.graph.call_function(torch.ops.jagg_fx.call.default, args)
+    mark.meta = dict(velocity.meta)
+    velocity.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
