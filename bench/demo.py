@@ -17,6 +17,7 @@ import argparse
 import copy
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the demo; see the options."""
     phases = Phases()
     options = parse(argv)
+    # The table says what the gate did; the advice would break into the progress bars.
+    warnings.filterwarnings("ignore", message="The gate was shut", category=jagg_fx.JaggWarning)
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
@@ -332,7 +335,7 @@ def gate_notes(arms: dict[str, tuple[Arm, Any]]) -> list[str]:
     arm = arms["gated"][0]
     groups = arms["gated"][1].stats.groups
     cosines = [c for group in groups for c in group.cosines.values()]
-    text = f"The gate was shut for {arm.fallback:.0%} of the groups, which then took the exact backward"
+    text = f"The gate was shut for {arm.fallback:.0%} of the groups (a shut group takes the exact backward)"
     if cosines:
         middle = statistics.median(cosines)
         text += f"; cosines of the last step: {min(cosines):.3f} to {max(cosines):.3f}, median {middle:.3f}"

@@ -35,7 +35,7 @@ class Seconds:
 def clock(title: str) -> Iterator[Seconds]:
     """Shows the seconds that the block takes, while it runs and when it is done."""
     result, done, began = Seconds(), threading.Event(), time.perf_counter()
-    form = "{desc}: {n:.0f} s {postfix}"
+    form = "{desc}: {n:.0f} s"
     with tqdm(desc=title.ljust(WIDTH), bar_format=form, dynamic_ncols=True, mininterval=0) as progress:
 
         def tick() -> None:
@@ -51,4 +51,4 @@ def clock(title: str) -> Iterator[Seconds]:
             done.set()
             thread.join()
             result.spent = progress.n = time.perf_counter() - began
-            progress.set_postfix_str("done")
+            progress.refresh()
