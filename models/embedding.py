@@ -42,9 +42,7 @@ def sinusoidal_embedding(t: Tensor, dim: int, scale: float = TIME_SCALE) -> Tens
         ValueError: `dim` is odd or not positive.
     """
     if dim < 2 or dim % 2:
-        raise ValueError(
-            f"dim is {dim}, but half of it are cosines and half sines: pass an even number >= 2."
-        )
+        raise ValueError(f"dim is {dim}, but half of it are cosines and half sines: pass an even number >= 2.")
     return _waves(scale * at_least_fp32(t), dim)
 
 

@@ -47,9 +47,7 @@ def predict_noise(v: Tensor, z: Tensor, t: Tensor) -> Tensor:
     return z + (1 - per_row(t, z, "t")) * v
 
 
-def flow_matching_loss(
-    velocity: Callable[..., Tensor], x: Tensor, noise: Tensor, t: Tensor, *cond: Any
-) -> Tensor:
+def flow_matching_loss(velocity: Callable[..., Tensor], x: Tensor, noise: Tensor, t: Tensor, *cond: Any) -> Tensor:
     """Mean squared error of `velocity(z_t, t, *cond)` against `noise - x`: one call.
 
     Args:

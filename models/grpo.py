@@ -50,9 +50,7 @@ def group_advantages(
     return advantages if clamp is None else advantages.clamp(-clamp, clamp)
 
 
-def clipped_ratio_loss(
-    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float
-) -> Tensor:
+def clipped_ratio_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
     """`max(-A r, -A clamp(r, 1 - c, 1 + c))`, `r = exp(log_prob - old_log_prob)`.
 
     Where the two sides are equal (always so inside the clip range) each takes half of the gradient, as

@@ -70,9 +70,7 @@ def uniform_times(steps: int, *, dtype: torch.dtype | None = None, device: Any =
     return torch.linspace(1, 0, steps + 1, dtype=dtype, device=device)
 
 
-def shifted_times(
-    steps: int, shift: float, *, dtype: torch.dtype | None = None, device: Any = None
-) -> Tensor:
+def shifted_times(steps: int, shift: float, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
     """`uniform_times`, then `shift_times`: steps + 1 sigmas from 1 down to 0."""
     return shift_times(uniform_times(steps, dtype=dtype, device=device), shift)
 
@@ -123,18 +121,14 @@ def _sde_step(v: Tensor, z: Tensor, sigma: Tensor, sigma_next: Tensor, s: Tensor
     return Step(z * (1 + pull * dt) + v * (1 + pull * (1 - sigma)) * dt, s * (-dt).sqrt())
 
 
-def _prepare(
-    v: Tensor, z: Tensor, sigma: Tensor, sigma_next: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepare(v: Tensor, z: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at_least_fp32(v), at_least_fp32(z), at_least_fp32(sigma), at_least_fp32(sigma_next)
 
 
 def _check_eta(eta: float, highest: float = math.inf) -> None:
     if not 0 < eta <= highest:
         room = "positive" if math.isinf(highest) else f"in (0, {highest:g}]"
-        raise ValueError(
-            f"eta is {eta}, but must be {room}: without noise a step has no log-probability (ODE)."
-        )
+        raise ValueError(f"eta is {eta}, but must be {room}: without noise a step has no log-probability (ODE).")
 
 
 @dataclass(frozen=True)
@@ -330,9 +324,7 @@ def rollout(
             ".manual_seed(...), so that the same trajectory can be drawn again."
         )
     if sigmas.dim() not in (1, 2) or sigmas.shape[0] < 2:
-        raise ValueError(
-            f"sigmas has shape {tuple(sigmas.shape)}, but must be (T + 1,) or (T + 1, B), T >= 1."
-        )
+        raise ValueError(f"sigmas has shape {tuple(sigmas.shape)}, but must be (T + 1,) or (T + 1, B), T >= 1.")
     states, log_probs, velocities = [noise], [], []
     for done, (sigma, sigma_next) in enumerate(pairwise(sigmas), start=1):
         z = states[-1]
