@@ -16,7 +16,7 @@ from .backend import Backend, Done
 from .errors import CaptureError
 from .estimators import Exact, index_lambdas, lambdas
 from .options import check
-from .passes import Joint, rewrite
+from .passes import Joint, rewrite, view_chain
 from .plan import Call, Group, Plan
 from .transform import Step
 
@@ -219,9 +219,9 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 def _saved(gm: fx.GraphModule, inputs: Any, num_fwd_outputs: int) -> int:
     forward, _ = _torch.min_cut(_copy(gm), inputs, num_fwd_outputs=num_fwd_outputs)
     kept: Any = forward.graph.output_node().args[0]
-    tensors = [
-        n.meta["val"] for n in dict.fromkeys(kept[num_fwd_outputs:]) if isinstance(n, fx.Node) and n.op != "placeholder"
-    ]
+    # Parameters and inputs are kept anyway, and so are views of them.
+    own = [n for n in dict.fromkeys(kept[num_fwd_outputs:]) if view_chain(n)[0].op != "placeholder"]
+    tensors = [n.meta["val"] for n in own]
     return sum(v.numel() * v.element_size() for v in tensors if isinstance(v, Tensor))
 
 

@@ -158,6 +158,32 @@ def item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     return out
 
 
+_VIEWS = {
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+}
+
+
+def view_chain(node: fx.Node) -> list[fx.Node]:
+    """The node that this one is a view of, then the views up to this one."""
+    chain = [node]
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.target in _VIEWS:
+        if any(isinstance(a, fx.Node) for a in node.args[1:]):
+            break
+        node = node.args[0]
+        chain.insert(0, node)
+    return chain
+
+
 def data_flow(graph: fx.Graph) -> nx.DiGraph:
     """The graph's nodes with an edge from every input to its user."""
     flow: nx.DiGraph = nx.DiGraph()

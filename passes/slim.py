@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .joint import Joint, body_of, call_region, fresh, getitems, item, results
+from .joint import Joint, body_of, call_region, fresh, getitems, item, results, view_chain
 
 
 def run(joint: Joint) -> None:
@@ -22,15 +22,25 @@ def run(joint: Joint) -> None:
 
 
 def _pass_through(joint: Joint, forward: fx.Node) -> None:
-    """Read outputs that are a body's own inputs from the operands."""
+    """Read outputs that are a body's own inputs, or views of them, from the operands.
+
+    Weights and their transposes, mostly: as outputs of a call they would count, and might be copied, once per call.
+    """
     body = body_of(joint.gm, forward)
     inputs = {n: i for i, n in enumerate(body.graph.find_nodes(op="placeholder"))}
     returned = results(body.graph)
     for index, nodes in getitems(forward).items():
-        if returned[index] in inputs:
-            for node in nodes:
-                node.replace_all_uses_with(forward.args[2 + inputs[returned[index]]])
-                joint.graph.erase_node(node)
+        chain = view_chain(returned[index])
+        if chain[0] not in inputs:
+            continue
+        for node in nodes:
+            with joint.graph.inserting_before(node):
+                here = forward.args[2 + inputs[chain[0]]]
+                for view in chain[1:]:
+                    here = joint.graph.call_function(view.target, (here, *view.args[1:]), dict(view.kwargs))
+                    here.meta["val"] = view.meta["val"]
+            node.replace_all_uses_with(here)
+            joint.graph.erase_node(node)
 
 
 def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> fx.Node:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 
-import networkx as nx
 import torch
 from torch import fx
 
 from jagg_fx import _torch
 from jagg_fx.errors import VerifyError
 
-from .joint import Joint, body_of, data_flow, getitems, is_call, is_region, results, value
+from .joint import Joint, body_of, getitems, is_call, is_region, results, value, view_chain
 
 _MARKERS = (torch.ops.jagg_fx.call.default, torch.ops.jagg_fx.cotangent.default)
 
@@ -50,8 +49,11 @@ def _calls_are_closed(joint: Joint) -> str | None:
     for index, site in joint.sites.items():
         if site.backward is None:
             continue
+        operands = set(site.operands)
         for position, arg in enumerate(site.backward.args[2:], start=2):
-            if position in site.cotangents or not isinstance(arg, fx.Node) or arg in site.operands:
+            if position in site.cotangents or not isinstance(arg, fx.Node):
+                continue
+            if view_chain(arg)[0] in operands or arg in operands:
                 continue
             if is_call(arg, operator.getitem) and is_region(arg.args[0]):
                 owner = arg.args[0]
@@ -65,11 +67,14 @@ def _calls_are_closed(joint: Joint) -> str | None:
 
 def _independent(joint: Joint) -> str | None:
     backward = {s.backward: i for i, s in joint.sites.items() if s.backward is not None}
-    flow = data_flow(joint.graph)
-    for node, index in backward.items():
-        below = nx.descendants(flow, node) & backward.keys()
-        if below:
-            return f"the backward of call {index} feeds that of call {backward[below.pop()]}"
+    above: dict[fx.Node, set[int]] = {}  # calls whose backward a node depends on
+    for node in joint.graph.nodes:
+        calls = set().union(*(above[i] for i in node.all_input_nodes)) if node.all_input_nodes else set()
+        if node in backward:
+            if calls:
+                return f"the backward of call {calls.pop()} feeds that of call {backward[node]}"
+            calls = {backward[node]}
+        above[node] = calls
     return None
 
 
