@@ -28,7 +28,7 @@ from torch import Tensor
 
 import jagg_fx
 from bench import data
-from bench.demo_measure import RandomSteps, agreement, step_seconds
+from bench.demo_measure import RandomSteps, agreement, best_threads, step_seconds
 from bench.demo_progress import clock
 from bench.demo_report import Arm, write
 from bench.demo_train import (
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     add("--held-batches", type=_positive, default=3, help="batches on which gradients are compared")
     add("--rounds", type=_positive, default=9, help="interleaved rounds of the step times")
     add("--eval-samples", type=_positive, default=500, help="samples per evaluation")
-    add("--threads", type=_positive, help="threads of torch; by default what torch chooses")
+    add("--threads", type=_positive, help="threads of torch; by default what a short trial prefers")
     add("--out", type=Path, default=Path("out/demo"), help="folder for the table and the pictures")
     add("--quick", action="store_true", help="a smoke run of about a minute: few steps, no code generation")
     return p
@@ -203,8 +203,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     # The table says what the gate did; the advice would break into the progress bars.
     warnings.filterwarnings("ignore", message="The gate was shut", category=jagg_fx.JaggWarning)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
         images = data.load(options.data, options.data_dir)
         sampler = SAMPLERS[options.sampler](options.eta)
@@ -215,6 +213,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         net = DiT.from_size(options.size, (size[0], size[1]), channels, options.patch_size, images.classes)
     except (FileNotFoundError, ValueError) as error:
         parser().exit(2, f"error: {error}\n")
+    threads = options.threads or best_threads(net, images, options.batch)
+    torch.set_num_threads(threads)
     phases.end("data")
 
     # Two fifths of the images for each classifier, the rest to test both.

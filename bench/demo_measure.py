@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jagg_fx.models import make_grpo_loss
+from jagg_fx.models import flow_matching_loss, make_grpo_loss
 from torch import Tensor, nn
 
+from bench.data import Images
 from bench.demo_progress import bar
 from bench.demo_train import gradient
 
@@ -59,6 +60,25 @@ def agreement(
         name: Agreement(statistics.fmean(a.cosine for a in all_), statistics.fmean(a.error for a in all_))
         for name, all_ in found.items()
     }
+
+
+def best_threads(net: nn.Module, images: Images, batch: int, rounds: int = 5) -> int:
+    """One thread, or as many as torch would take: whichever does a step of flow matching sooner.
+
+    On cores that others use too, threads wait for each other, and two can take several times as long as one.
+    """
+    drawn = images.draw(batch, torch.Generator().manual_seed(0))
+    default = torch.get_num_threads()
+    seconds: dict[int, list[float]] = {n: [] for n in {default, 1}}
+    for _ in range(rounds + 1):
+        for threads, spent in seconds.items():
+            torch.set_num_threads(threads)
+            began = time.perf_counter()
+            flow_matching_loss(net, drawn.pixels, drawn.pixels, torch.tensor(0.5), drawn.labels).backward()
+            spent.append(time.perf_counter() - began)
+    net.zero_grad(set_to_none=True)
+    # The first round warms up.
+    return min(seconds, key=lambda n: statistics.median(seconds[n][1:]))
 
 
 def step_seconds(

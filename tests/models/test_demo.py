@@ -6,8 +6,9 @@ import pytest
 import torch
 from jagg_fx.models import DiT, FlowSDE, make_grpo_loss, uniform_times
 
+from bench.data import Images
 from bench.demo import QUICK, main, parse
-from bench.demo_measure import Agreement, RandomSteps, agreement
+from bench.demo_measure import Agreement, RandomSteps, agreement, best_threads
 from bench.demo_report import Arm, markdown, rows, write
 from bench.demo_train import CHECK_EVERY, Run, Score, Task, post_train, pretrain
 from tests.models.test_data import random_bytes
@@ -83,9 +84,17 @@ def test_random_steps_average_to_the_loss():
     assert sum(values) / 200 == pytest.approx(want, abs=0.02)
 
 
-def test_pretraining_stops_at_the_reward():
-    from bench.data import Images
+def test_threads_are_tried_and_nothing_is_left_behind():
+    before, made = torch.get_num_threads(), net()
+    try:
+        images = Images(torch.randn(20, *SHAPE), torch.arange(20) % 3, 3)
+        assert best_threads(made, images, 4, rounds=1) in {1, before}
+        assert all(p.grad is None for p in made.parameters())
+    finally:
+        torch.set_num_threads(before)
 
+
+def test_pretraining_stops_at_the_reward():
     images = Images(torch.randn(20, *SHAPE), torch.arange(20) % 3, 3)
     options = {"batch": 4, "seed": 0, "eval_samples": 3}
     assert pretrain(net(), images, task(), stop_at=0.3, steps=150, **options) == CHECK_EVERY
