@@ -16,7 +16,7 @@ from . import _ops, _torch
 from .errors import CaptureError, JaggWarning
 from .marking import name_of
 from .options import Options, check
-from .passes import Joint, outline, refuse, repeats, rewrite, segments
+from .passes import Joint, outline, refuse, regions, repeats, rewrite, segments
 from .stats import Stats
 
 __all__ = ["Backend", "backend"]
@@ -37,6 +37,7 @@ class Backend:
         self._watch = watch
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        regions.run(gm)
         named = self.options.velocity
         found = segments.find(gm, None if named is None else name_of(named))
         if not found:

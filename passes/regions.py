@@ -1,0 +1,39 @@
+"""Check the regions that Dynamo made: calls that share one must be alike in all that a gradient depends on.
+
+Dynamo (seen up to torch 2.14) compares shapes and guards before it lets a call reuse the body of an earlier one,
+but neither the grad mode, nor autocast, nor which inputs require grad: a reference call under no_grad and a call
+with gradient would share a body without gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .joint import is_region
+from .segments import example
+
+
+class NotAlike(Exception):
+    """Calls that differ share a body. Not for users: the capture is done again without regions."""
+
+
+def run(gm: fx.GraphModule) -> None:
+    """Raise NotAlike if two calls of one region differ in grad mode, autocast or gradient flags."""
+    looks: dict[object, set] = {}
+    grad: object = None
+    autocast: list[str] = []
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            grad = node.args[0]
+        elif name == "_enter_autocast":
+            autocast.append(repr(node.args))
+        elif name == "_exit_autocast":
+            autocast.pop()
+        elif is_region(node):
+            flags = tuple(isinstance(v := example(n), torch.Tensor) and v.requires_grad for n in node.args[2:])
+            looks.setdefault(node.args[0].target, set()).add((grad in (None, True), tuple(autocast), flags))
+    for target, found in looks.items():
+        if len(found) > 1:
+            raise NotAlike(f"calls of {target} differ: {found}")
