@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 	$(PY) -m bench.demo $(ARGS)
 
 test: $(VENV)/.installed lint
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .
