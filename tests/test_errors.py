@@ -123,8 +123,7 @@ def test_no_call() -> None:
     def by_hand(params, zs, ts, cs):
         return sum((torch.tanh(zs[k] @ params["w"]) * cs[k]).sum() for k in range(4))
 
-    text = refuse(by_hand, {"w": torch.randn(4, 4).double().requires_grad_()}, case.args, r"(?i)no .*call|found")
-    assert "velocity" in text  # the cure: velocity= or jagg_fx.velocity
+    refuse(by_hand, {"w": torch.randn(4, 4).double().requires_grad_()}, case.args, r"velocity")
 
 
 def test_no_call_of_a_module() -> None:

@@ -46,7 +46,7 @@ class Plan:
     seed: int = 0
 
 
-NETS = ["affine", "mlp", "deep", "tied", "lora", "conv", "attention", "split", "bare", "views", "widening"]
+NETS = ["affine", "mlp", "deep", "tied", "lora", "conv", "attention", "split", "bare", "views", "widening", "matrices"]
 TIMES = ["uniform", "random", "rising", "per row", "expanded", "int64"]
 LAYOUTS = ["contiguous", "list", "overlapping", "strided", "transposed", "one state"]
 TERMS = [
@@ -154,6 +154,19 @@ class Views(nn.Module):
         return h.reshape(-1, z.shape[0]).t()
 
 
+class Matrices(nn.Module):
+    """Weights that are multiplied as they are, transposed, sliced, normalised, and with each other."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(dim, dim)), nn.Parameter(torch.randn(2, dim, dim))
+
+    def forward(self, z, t):
+        h = torch.tanh(z @ self.a + t.to(z.dtype).reshape(-1, 1))
+        h = torch.tanh(h @ self.b[0].t()) + h @ (self.a @ self.b[1])
+        return h * (self.a / (1 + self.a.norm(dim=1, keepdim=True))).diagonal()
+
+
 class Widening(nn.Module):
     """Computes in float64 inside, whatever comes in."""
 
@@ -192,6 +205,7 @@ def make_net(plan: Plan) -> tuple[nn.Module, tuple[int, ...]]:
         "bare": lambda: (Bare(d), (d,)),
         "views": lambda: (Views(d), (d,)),
         "widening": lambda: (Widening(d), (d,)),
+        "matrices": lambda: (Matrices(d), (d,)),
     }[plan.net]()
     if plan.net != "lora":
         parameters = list(net.parameters())

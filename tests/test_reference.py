@@ -180,6 +180,47 @@ def test_time_option(time: int | str) -> None:
     check(run(case, W=4, gate=None, time=time), wanted(case, W=4, time=2), 1e-10, 1e-12)
 
 
+class Uses(torch.nn.Module):
+    """One matrix, used in one of the ways networks use theirs; time enters additively."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+        self.w, self.u = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.g = torch.nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, z, t):
+        z = z + t
+        if self.how == "z @ w":
+            return torch.tanh(z @ self.u) @ self.w
+        if self.how == "z @ w.t()":
+            return torch.tanh(z @ self.u.t()) @ self.w.t()
+        if self.how == "einsum":
+            return torch.tanh(torch.einsum("bi,oi->bo", z, self.u)) * self.w.diagonal()
+        if self.how == "slices":
+            a, b, c = self.g.unbind(0)
+            return torch.tanh(z @ a) @ b + c[0]
+        if self.how == "weight norm":
+            return torch.tanh(torch.nn.functional.linear(z, self.u / self.u.norm(dim=1, keepdim=True)))
+        if self.how == "product of weights":
+            return torch.tanh(z @ (self.u @ self.w))
+        if self.how == "gathered":
+            return torch.tanh(z) * torch.nn.functional.embedding(torch.tensor([1]), self.w)
+        raise ValueError(self.how)
+
+
+@pytest.mark.parametrize("options", [{"gate": None}, {"tau": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    ["z @ w", "z @ w.t()", "einsum", "slices", "weight norm", "product of weights", "gathered"],
+)
+def test_ways_of_using_a_weight(how: str, options: dict) -> None:
+    """What is kept of a weight for the backward differs: itself, a view of it, a value made of weights alone."""
+    case = simple_case(coupled, net=Uses(how), T=4, noise=0.3)
+    want = exact(case) if "tau" in options else wanted(case, W=4)
+    check(run(case, "net", W=4, **options), want, 1e-10, 1e-12)
+
+
 def test_images() -> None:
     torch.manual_seed(0)
     ts = grid(5)
