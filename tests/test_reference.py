@@ -190,6 +190,8 @@ class Uses(torch.nn.Module):
         self.g = torch.nn.Parameter(torch.randn(3, 4, 4))
 
     def forward(self, z, t):
+        if self.how == "state @ w":
+            return torch.tanh(z @ self.u + t)
         z = z + t
         if self.how == "z @ w":
             return torch.tanh(z @ self.u) @ self.w
@@ -212,7 +214,7 @@ class Uses(torch.nn.Module):
 @pytest.mark.parametrize("options", [{"gate": None}, {"tau": 1.5}], ids=str)
 @pytest.mark.parametrize(
     "how",
-    ["z @ w", "z @ w.t()", "einsum", "slices", "weight norm", "product of weights", "gathered"],
+    ["state @ w", "z @ w", "z @ w.t()", "einsum", "slices", "weight norm", "product of weights", "gathered"],
 )
 def test_ways_of_using_a_weight(how: str, options: dict) -> None:
     """What is kept of a weight for the backward differs: itself, a view of it, a value made of weights alone."""
