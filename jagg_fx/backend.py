@@ -41,7 +41,7 @@ class Backend:
         named = self.options.velocity
         found = segments.find(gm, None if named is None else name_of(named))
         if not found:
-            found = repeats.find(gm)
+            found = self._repeated(gm)
         if not _differentiable(gm):  # under no_grad, or nothing trains: there is no gradient to rewrite
             return self._compile(gm, inputs)
         _check_calls(found)
@@ -51,6 +51,15 @@ class Backend:
         if self.options.plan.gate is None or self.options.plan.estimator.name == "exact":
             return self._compile(gm, inputs)
         return self._with_stats(gm, inputs, len(found))
+
+    def _repeated(self, gm: fx.GraphModule) -> list[segments.Segment]:
+        """A plain function's calls, if what repeats looks like a velocity: it has a time."""
+        found = repeats.find(gm)
+        try:
+            segments.find_time(found, self.options.time)
+        except CaptureError:
+            return []
+        return found
 
     def _with_stats(self, gm: fx.GraphModule, inputs: Sequence[Any], calls: int) -> Callable:
         """Let the graph return the gates' values too, and keep them from the caller."""

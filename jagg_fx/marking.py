@@ -76,18 +76,14 @@ def name_of(f: Any) -> str:
     return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
 
 
-def marking_call(f: Callable, time: str | int | None, region: bool) -> Callable:
+def marking_call(f: Callable, time: str | int | None) -> Callable:
     """What stands in for a function, or for a module's forward, while a loss is captured: it marks each call.
 
-    Made once per transform, since guards compare its identity. region: let Dynamo trace alike calls once, so that
-    the time of a capture does not grow with their number.
+    Made once per transform, since guards compare its identity. Each call is traced on its own: Dynamo's nested
+    regions would be faster to capture, but up to torch 2.13 they take a call for an earlier one that differs in a
+    Python value or in what requires grad.
     """
-    plain = f.forward if isinstance(f, nn.Module) else f
-
-    def original(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
-
-    traced = torch.compiler.nested_compile_region(original) if region else original
+    original = f.forward if isinstance(f, nn.Module) else f
     site = name_of(f)
     name, position = time_argument(f, time)
     missing = (
@@ -99,9 +95,9 @@ def marking_call(f: Callable, time: str | int | None, region: bool) -> Callable:
         if not torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)
         if name is not None and name in kwargs:
-            return _marked(traced, kwargs[name], site, args, kwargs)
+            return _marked(original, kwargs[name], site, args, kwargs)
         if 0 <= position < len(args):
-            return _marked(traced, args[position], site, args, kwargs)
+            return _marked(original, args[position], site, args, kwargs)
         return _marked(original, 0.0, missing, args, kwargs)
 
     return forward

@@ -77,7 +77,6 @@ class Step:
         self._compiled = torch.compile(
             _own_code(loss_fn), backend=self.backend, fullgraph=True, dynamic=options.dynamic
         )
-        self._regions, self._ran = True, False
         # Raised at the first need: the switch costs some milliseconds a call.
         self._limit: Callable[[], Any] = contextlib.nullcontext
         self._calls: dict[int, tuple[Callable, list, Callable]] = {}
@@ -152,16 +151,11 @@ class Step:
                 raise inner from error
             if _torch.is_recompile_limit(error) and self._limit is contextlib.nullcontext:
                 self._limit = _torch.many_captures
-            elif self._regions and not self._ran:
-                # Dynamo cannot make a region of every velocity: let it trace each call, and say what is wrong then.
-                self._regions = False
-                self._calls.clear()
             elif isinstance(error, _torch.capture_errors()):
                 raise _explained(error) from error
             else:
                 raise
             return self._run(args, kwargs)
-        self._ran = True
         return self._checked(out)
 
     def _checked(self, out: Any) -> Any:
@@ -181,7 +175,7 @@ class Step:
         if f is None:
             return [], None
         if id(f) not in self._calls:
-            self._calls[id(f)] = (f, places(f, self.loss_fn), marking_call(f, self.options.time, self._regions))
+            self._calls[id(f)] = (f, places(f, self.loss_fn), marking_call(f, self.options.time))
         return self._calls[id(f)][1:]
 
     def _find_velocity(self, args: tuple, kwargs: dict) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from jagg_fx import _torch
-from jagg_fx.errors import CaptureError
+from jagg_fx.errors import CaptureError, RefusedError
 
 from .segments import Segment, carries_gradient, example
 
@@ -25,7 +25,7 @@ def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
     for index, (segment, leaves) in enumerate(zip(segments, exits, strict=True)):
         if segment.time is None:
             raise CaptureError(f"the velocity call at {segment.where} has no time")
-        if not _is_region(segment):  # else Dynamo has outlined it: `transform` asks it to
+        if not _is_region(segment):  # else it is a user's nested compile region already
             form, inputs = canonical(gm, segment.nodes, leaves)
             if form not in bodies:
                 bodies[form] = f"velocity_{len(bodies)}"
@@ -136,8 +136,14 @@ def _replace(
 
 
 def _mark(gm: fx.GraphModule, segment: Segment, leaves: Sequence[fx.Node], index: int) -> None:
-    """Put the call's number and time on its velocity: the first output that carries gradient."""
-    velocity = next(n for n in leaves if carries_gradient(n) and n.target is operator.getitem)
+    """Put the call's number and time on its velocity: the one output that carries gradient."""
+    trained = [n for n in leaves if carries_gradient(n) and n.target is operator.getitem]
+    if len(trained) > 1:
+        raise RefusedError(
+            f"The loss reads {len(trained)} outputs with gradient of the velocity call at {segment.where}; one output "
+            "is supported. Detach the others, or return one tensor (stacked or concatenated) from the velocity."
+        )
+    velocity = trained[0]
     with gm.graph.inserting_after(velocity):
         args = (velocity, segment.time, index, segment.site, segment.where)
         mark = gm.graph.call_function(torch.ops.jagg_fx.call.default, args)

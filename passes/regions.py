@@ -1,8 +1,8 @@
-"""Check the regions that Dynamo made: calls that share one must be alike in all that a gradient depends on.
+"""Check the regions that a user made (torch.compiler.nested_compile_region).
 
-Dynamo (seen up to torch 2.14) compares shapes and guards before it lets a call reuse the body of an earlier one,
-but neither the grad mode, nor autocast, nor which inputs require grad: a reference call under no_grad and a call
-with gradient would share a body without gradient.
+Dynamo (seen in torch 2.13) compares shapes and guards before it lets a call reuse the body of an earlier one, but
+neither the grad mode, nor autocast, nor which inputs require grad: a reference call under no_grad and a call with
+gradient would share a body without gradient.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from jagg_fx.errors import RefusedError
+
 from .joint import is_region
 from .segments import example
 
 
-class NotAlike(Exception):
-    """Calls that differ share a body. Not for users: the capture is done again without regions."""
-
-
 def run(gm: fx.GraphModule) -> None:
-    """Raise NotAlike if two calls of one region differ in grad mode, autocast or gradient flags."""
+    """Raise RefusedError if two calls of one region differ in grad mode, autocast or gradient flags."""
     looks: dict[object, set] = {}
     grad: object = None
     autocast: list[str] = []
@@ -36,4 +34,8 @@ def run(gm: fx.GraphModule) -> None:
             looks.setdefault(node.args[0].target, set()).add((grad in (None, True), tuple(autocast), flags))
     for target, found in looks.items():
         if len(found) > 1:
-            raise NotAlike(f"calls of {target} differ: {found}")
+            raise RefusedError(
+                f"Calls of one nested compile region ({target}) differ in grad mode, autocast or in which inputs "
+                "require grad, and torch gave them one body: the gradient would be wrong. Take torch.compiler."
+                "nested_compile_region off this function; calls are found and compiled once without it."
+            )

@@ -191,7 +191,7 @@ def _inside(inner: dict[str, list[fx.Node]], outer: dict[str, list[fx.Node]]) ->
 
 def find_time(segments: list[Segment], index: str | int | None = None) -> None:
     """Fill in the time of calls found without markers: the one small input that differs between calls."""
-    if all(s.time is not None for s in segments):
+    if not segments or all(s.time is not None for s in segments):
         return
     shared = set.intersection(*(set(s.inputs()) for s in segments))
     for segment in segments:

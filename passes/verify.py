@@ -53,7 +53,7 @@ def _calls_are_closed(joint: Joint) -> str | None:
         for position, arg in enumerate(site.backward.args[2:], start=2):
             if position in site.cotangents or not isinstance(arg, fx.Node):
                 continue
-            if view_chain(arg)[0] in operands or arg in operands:
+            if any(n in operands for n in view_chain(arg)):
                 continue
             if is_call(arg, operator.getitem) and is_region(arg.args[0]):
                 owner = arg.args[0]
