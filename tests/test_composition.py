@@ -273,7 +273,7 @@ def test_both_outputs_of_a_network_are_read(style: str) -> None:
     check(got, want, 1e-10, 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["flag", "step number", "float time"])
+@pytest.mark.parametrize("kind", ["flag", "step number", "scale", "float time"])
 def test_calls_that_differ_in_python_values(kind: str) -> None:
     """Calls with other code are other velocities, with groups of their own: a group of one is exact, and where
     no group is left, a warning says that nothing is saved."""
@@ -288,7 +288,11 @@ def test_calls_that_differ_in_python_values(kind: str) -> None:
             v = self.body(z, torch.as_tensor(t, dtype=z.dtype))
             if extra is None:
                 return v
-            return v + self.bias[extra] if kind == "step number" else torch.sin(v) if extra else v
+            if kind == "step number":
+                return v + self.bias[extra]
+            if kind == "scale":
+                return v * (1 + extra)
+            return torch.sin(v) if extra else v
 
     def core(velocity, zs, ts, cs):
         total = zs.new_zeros(())
@@ -296,7 +300,8 @@ def test_calls_that_differ_in_python_values(kind: str) -> None:
             if kind == "float time":
                 v = velocity(zs[k], 0.9 - 0.1 * k)
             else:
-                v = velocity(zs[k], ts[k], k if kind == "step number" else k % 2 == 0)
+                extra = {"step number": k, "scale": 0.1 * k, "flag": k % 2 == 0}[kind]
+                v = velocity(zs[k], ts[k], extra)
             total = total + ((v - cs[k]) ** 2).mean()
         return total
 

@@ -1,5 +1,7 @@
 """Random losses: the gradient of the reference, or a JaggError; no other exception, no mismatch.
 
+A VerifyError is a JaggError that reports a bug of the rewrite, so it counts as a failure.
+
 ``HYPOTHESIS_PROFILE=fuzz pytest tests/test_fuzz.py`` draws thousands; the default profile a few.
 """
 
@@ -366,6 +368,8 @@ def test_right_or_refused(plan: Plan) -> None:
     assume(size > 1e-2 * parts)  # else rounding is compared with nothing
     try:
         got = run(case, plan.style, plan.entry, W=plan.W, **plan.options)
+    except jagg_fx.VerifyError:
+        raise  # says itself that it is a bug: no answer to a loss that is in order
     except jagg_fx.JaggError as e:
         event("refused: " + str(e).splitlines()[0][:60])
         return
