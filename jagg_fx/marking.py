@@ -80,7 +80,7 @@ def marking_call(f: Callable, time: str | int | None) -> Callable:
     """What stands in for a function, or for a module's forward, while a loss is captured: it marks each call.
 
     Made once per transform, since guards compare its identity. Each call is traced on its own: Dynamo's nested
-    regions would be faster to capture, but up to torch 2.13 they take a call for an earlier one that differs in a
+    regions would be faster to capture, but in torch 2.13 they take a call for an earlier one that differs in a
     Python value or in what requires grad.
     """
     original = f.forward if isinstance(f, nn.Module) else f

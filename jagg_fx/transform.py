@@ -209,7 +209,7 @@ def _aliased(args: tuple) -> tuple:
     """The arguments with new tensor objects in the first one, if it is a pytree of tensors.
 
     Dynamo takes a parameter that is also an attribute of the module for that attribute, and misses that a later
-    call hands in another tensor (seen up to torch 2.14): the gradient would be that of stale weights.
+    call hands in another tensor (seen in torch 2.13): the gradient would be that of stale weights.
     """
     if not args or isinstance(args[0], nn.Module):
         return args
