@@ -1046,6 +1046,28 @@ def test_c20_bf16_velocity_fp32_head(where: str, W: int) -> None:
     check(got, want, 1e-2, 1e-2)
 
 
+def test_c20_cotangents_are_summed_in_fp32() -> None:
+    """256 + 6 interior parts of 1 that add up to 3: in bf16, whose next number is 258, they would all vanish."""
+
+    class Bias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+        def forward(self, z, t):
+            return z * t.to(z.dtype) + self.bias
+
+    def core(velocity, zs, ts, cs):
+        return sum((velocity(zs[k], ts[k]).float() * cs[k]).sum() for k in range(8))
+
+    cs = torch.ones(8, 1, 1)
+    cs[0] = 256.0
+    case = Case(Bias(), core, (torch.zeros(8, 1, 1, dtype=torch.bfloat16), grid(8, dtype=torch.float32), cs))
+    want = wanted(case, W=8)
+    assert abs(float(want.grads["bias"]) - 263) <= 1
+    check(run(case, "net", W=8, gate=None), want, 4e-3)
+
+
 def test_c20_step_called_with_and_without_autocast() -> None:
     """The context of each call counts, not that of the first."""
 
