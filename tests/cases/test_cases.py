@@ -234,11 +234,11 @@ def test_c03_equal_endpoint_times(name: str, gate: str | None) -> None:
     right_or_refused(case, wants, r"(?i)time.*equal|equal.*time|same time", W=4, gate=gate, tau=-2.0)
 
 
-def test_c03_an_interior_time_may_equal_an_endpoint() -> None:
-    """lambda is 0 or 1 there: nothing special."""
+def test_c03_an_interior_time_equals_an_endpoint() -> None:
+    """lambda is 0 or 1 there.  It may as well be a sign of two lanes: refusing it, or exact, is as right."""
     ts = torch.tensor([0.9, 0.9, 0.5, 0.1, 0.1], dtype=D)
     case = simple_case(quadratic, ts=ts, noise=0.3)
-    check(run(case, W=5, gate=None), wanted(case, W=5), 1e-10, 1e-12)
+    right_or_refused(case, [wanted(case, W=5), exact(case)], r"(?i)time|lane", W=5, gate=None)
 
 
 @pytest.mark.parametrize("gate", [None, "cosine"])
@@ -403,6 +403,25 @@ def test_c07_the_detached_lane_gets_no_backward(detach: str) -> None:
     step = jagg_fx.transform(case.loss("net"), W=4, gate=None, **EAGER)
     step.grad_and_value(case.net, *case.args)
     assert matmuls(lambda: step.grad_and_value(case.net, *case.args)) == 16 + backwards(8, 4)
+
+
+@pytest.mark.parametrize("how", ["clone", "other tensor"])
+@pytest.mark.xfail(reason="lanes are told by the tensor of the time, not yet by its value: issue of lane=")
+def test_c07_equal_times_in_other_tensors(how: str) -> None:
+    """The second lane's times are equal in value only: its own lane, or exact, or refused, but never mixed."""
+
+    def core(velocity, zs, ts, cs, more):
+        total = zs.new_zeros(())
+        for k in range(zs.shape[0]):
+            t = ts[k].clone() if how == "clone" else more[k]
+            v, free = velocity(zs[k], ts[k]), velocity(-zs[k], t)
+            total = total + ((free + 3.0 * (v - free) - cs[k]) ** 2).mean()
+        return total
+
+    plain = simple_case(quadratic, T=6, noise=0.3)
+    case = with_core(plain, core, plain.args[1].clone())
+    wants = [wanted(case, W=3, lanes=lambda k: k % 2), exact(case)]
+    right_or_refused(case, wants, r"(?i)time|lane", "net", W=3, gate=None)
 
 
 def test_c07_the_detached_lane_first() -> None:
