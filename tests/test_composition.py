@@ -314,6 +314,78 @@ def test_calls_that_differ_in_python_values(kind: str) -> None:
         check(got, exact(case), 1e-10, 1e-12)
 
 
+class Tripled(torch.autograd.Function):
+    """A user's own backward, which is not the derivative: it must be kept as it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g
+
+
+class Dressed(torch.nn.Module):
+    """An MLP with something around it that real networks have."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.net, self.label = kind, MLP(4), torch.nn.Embedding(5, 4)
+        if kind == "hooks":
+            self.net.register_forward_hook(lambda module, inputs, output: 2 * output)
+            self.net.layers[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 1.5,))
+        elif kind == "weight norm":
+            torch.nn.utils.parametrizations.weight_norm(self.net.layers[0])
+        elif kind == "spectral norm":
+            torch.nn.utils.parametrizations.spectral_norm(self.net.layers[0])
+            self.eval()
+        elif kind == "encoder layer":
+            self.tokens = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, z, t, labels, extra):
+        if self.kind == "labels":
+            return self.net(z + self.label(labels), t)
+        if self.kind == "nested inputs":
+            return self.net(z * extra["a"] + extra["b"][0], t)
+        if self.kind == "own backward":
+            return Tripled.apply(self.net(z, t))
+        if self.kind == "encoder layer":
+            return self.net(self.tokens(z[:, None]).squeeze(1), t)
+        return self.net(z, t)
+
+
+KINDS = ["hooks", "weight norm", "spectral norm", "encoder layer", "labels", "nested inputs", "own backward"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_as_users_have_them(kind: str) -> None:
+    def core(velocity, zs, ts, cs):
+        labels = torch.tensor([1, 2, 1])
+        total = zs.new_zeros(())
+        for k in range(zs.shape[0]):
+            v = velocity(zs[k], ts[k], labels, {"a": cs[0], "b": [cs[k]]})
+            total = total + ((v - cs[k]) ** 2).mean()
+        return total
+
+    case = simple_case(core, net=Dressed(kind), T=5, noise=0.3)
+    check(run(case, STYLES[len(kind) % 2], W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
+def test_noise_drawn_by_the_loss() -> None:
+    """Outside of the velocity randomness is harmless: the same draws as in eager autograd."""
+
+    def core(velocity, zs, ts, cs):
+        noise = torch.randn_like(zs[0])
+        return sum(((velocity(zs[k], ts[k]) - cs[k] + noise) ** 2).mean() for k in range(5))
+
+    case = simple_case(core, T=5, noise=0.3)
+    torch.manual_seed(5)
+    want = wanted(case, W=4)
+    torch.manual_seed(5)
+    check(run(case, W=4, gate=None), want, 1e-10, 1e-12)
+
+
 def test_keyword_arguments_of_the_loss() -> None:
     """What the loop passes by name: tensors and plain numbers, which may change from step to step."""
     plain = simple_case(quadratic, T=4, noise=0.3)

@@ -406,7 +406,7 @@ def test_c07_the_detached_lane_gets_no_backward(detach: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["clone", "other tensor"])
-@pytest.mark.xfail(reason="lanes are told by the tensor of the time, not yet by its value: issue of lane=")
+@pytest.mark.xfail(reason="lanes are told by the tensor of the time, not yet by its value")
 def test_c07_equal_times_in_other_tensors(how: str) -> None:
     """The second lane's times are equal in value only: its own lane, or exact, or refused, but never mixed."""
 
