@@ -38,14 +38,13 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         regions.run(gm)
-        named = self.options.velocity
-        found = segments.find(gm, None if named is None else name_of(named))
+        found = segments.find(gm, [name_of(f) for f in self.options.velocity])
         if not found:
             found = self._repeated(gm)
         if not _differentiable(gm):  # under no_grad, or nothing trains: there is no gradient to rewrite
             return self._compile(gm, inputs)
         _check_calls(found)
-        segments.find_time(found, self.options.time)
+        segments.find_time(found)
         refuse.run(gm, found)
         outline.run(gm, found)
         if self.options.plan.gate is None or self.options.plan.estimator.name == "exact":
@@ -56,7 +55,7 @@ class Backend:
         """A plain function's calls, if what repeats looks like a velocity: it has a time."""
         found = repeats.find(gm)
         try:
-            segments.find_time(found, self.options.time)
+            segments.find_time(found)
         except CaptureError:
             return []
         return found

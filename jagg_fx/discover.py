@@ -41,29 +41,29 @@ class Called:
         return f"{type(self.module).__name__} ({len(self.where)} calls, first at {self.where[0]})"
 
 
-def discover(loss_fn: Callable, args: tuple, kwargs: dict) -> nn.Module | None:
-    """The module whose calls are the timesteps: the outermost one called several times with gradient.
+def discover(loss_fn: Callable, args: tuple, kwargs: dict, time: str | int | None = None) -> tuple[nn.Module, ...]:
+    """The modules whose calls are the timesteps: the outermost ones called several times with gradient.
 
-    Returns None where the run without data cannot tell (the capture then looks at the graph). Raises
-    CaptureError for two candidates, for one call, and for none.
+    Several are several networks (two experts, say), each with groups of its own, if each takes a time. Returns
+    none where the run without data cannot tell (the capture then looks at the graph). Raises CaptureError for
+    candidates of which some take no time.
     """
     try:
         called, marked = _watch(loss_fn, args, kwargs)
     except Exception:
-        return None
+        return ()
     if marked:
-        return None
+        return ()
     repeated = {k: c for k, c in called.items() if len(c.where) > 1}
     outer = [c for c in repeated.values() if not c.parents & repeated.keys()]
-    if len(outer) == 1:
-        return outer[0].module
-    if len(outer) > 1:
+    if len(outer) > 1 and not all(marking.takes_time(c.module, time) for c in outer):
         raise CaptureError(
             f"{len(outer)} modules are called several times with gradient in this loss: "
-            f"{'; '.join(map(str, outer))}. Groups are made of the calls of one velocity. Say which one it is with "
-            "velocity=..., or call it through jagg_fx.velocity(net, z, t)."
+            f"{'; '.join(map(str, outer))}. Not all of them take a time by name ({', '.join(marking.TIME_NAMES)}), so "
+            "it is not clear which are velocities. Say so with velocity=... (one, or a list of several), or call "
+            "each through jagg_fx.velocity(net, z, t)."
         )
-    return None
+    return tuple(c.module for c in outer)
 
 
 def _watch(loss_fn: Callable, args: tuple, kwargs: dict) -> tuple[dict[int, Called], bool]:

@@ -5,6 +5,7 @@ Plain tensor code: `passes/gate.py` traces it into the graph, tests and the audi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -64,12 +65,12 @@ def is_open(gate: str, cos: Sequence[Tensor], tau: float) -> Tensor:
 
 
 def times_in_order(lam: Sequence[Weight]) -> Tensor | None:
-    """Whether every interior step lies between the ends of its group in every row (None: known in advance).
+    """Whether the times of a group strictly rise or strictly fall, in every row (None: known in advance).
 
-    False for equal end times (the division gives NaN or infinity) and for a step outside of them: the
-    weights would extrapolate, which can diverge.
+    False for equal end times (the division gives NaN or infinity), for a step outside of its group's ends (the
+    weights would extrapolate, which can diverge), for steps out of order, and for two equal times, which are
+    two lanes rather than two steps.
     """
-    inner = [x for x in lam if isinstance(x, Tensor)]
-    if not inner:
+    if not any(isinstance(x, Tensor) for x in lam):
         return None
-    return torch.stack([((x >= 0) & (x <= 1)).all() for x in inner]).all()
+    return torch.stack([(a < b).all() for a, b in itertools.pairwise(lam) if isinstance(a < b, Tensor)]).all()

@@ -72,6 +72,15 @@ def time_argument(f: Callable, time: str | int | None) -> tuple[str | None, int]
     )
 
 
+def takes_time(f: Callable, time: str | int | None) -> bool:
+    """Whether an argument of f is a time by its name, or is the one that the user named."""
+    try:
+        name, _ = time_argument(f, time)
+    except CaptureError:
+        return False
+    return name in TIME_NAMES if time is None else True
+
+
 def name_of(f: Any) -> str:
     return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
 
@@ -125,23 +134,25 @@ _MISSING = object()
 
 
 @contextlib.contextmanager
-def installed(where: list[tuple[Any, Any]], call: Callable | None) -> Iterator[None]:
-    """Put a marking call into these places for a while; several threads may overlap, the last one restores."""
+def installed(marking: list[tuple[list[tuple[Any, Any]], Callable]]) -> Iterator[None]:
+    """Put marking calls into their places for a while; several threads may overlap, the last one restores."""
     with _lock:
-        for place, key in where:
-            count, saved = _users.get((id(place), key), (0, _read(place, key)))
-            _users[id(place), key] = (count + 1, saved)
-            _write(place, key, call)
+        for where, call in marking:
+            for place, key in where:
+                count, saved = _users.get((id(place), key), (0, _read(place, key)))
+                _users[id(place), key] = (count + 1, saved)
+                _write(place, key, call)
     try:
         yield
     finally:
         with _lock:
-            for place, key in where:
-                count, saved = _users.pop((id(place), key))
-                if count > 1:
-                    _users[id(place), key] = (count - 1, saved)
-                else:
-                    _write(place, key, saved)
+            for where, _ in marking:
+                for place, key in where:
+                    count, saved = _users.pop((id(place), key))
+                    if count > 1:
+                        _users[id(place), key] = (count - 1, saved)
+                    else:
+                        _write(place, key, saved)
 
 
 def _read(place: Any, key: Any) -> Any:

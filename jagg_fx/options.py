@@ -16,6 +16,7 @@ from .plan import Plan
 
 COMPILERS = ("inductor", "eager")
 WEIGHTS = ("time", "index")
+ORDERS = ("call", "time")
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,14 @@ class Options:
     """Validated options. `plan` shapes the graph; the rest says how to find the calls and how to compile."""
 
     plan: Plan
-    velocity: nn.Module | Callable | None = None
+    velocity: tuple[nn.Module | Callable, ...] = ()
     time: str | int | None = None
     has_aux: bool = False
     compiler: str = "inductor"
     mode: str | None = None
     options: dict[str, Any] | None = field(default=None, hash=False)
     dynamic: bool | None = False
+    audit_every: int | None = None
 
 
 def check(
@@ -46,6 +48,9 @@ def check(
     mode: Any = None,
     options: Any = None,
     dynamic: Any = False,
+    order: Any = "call",
+    lane: Any = None,
+    audit_every: Any = None,
 ) -> Options:
     """Options from keyword arguments. Raises OptionError (a ValueError) for a value that cannot be taken."""
     if isinstance(W, bool) or not isinstance(W, int):
@@ -57,9 +62,20 @@ def check(
     _one_of("gate", gate, (*GATES, None))
     _one_of("weights", weights, WEIGHTS)
     _one_of("compiler", compiler, COMPILERS)
-    if velocity is not None and not callable(velocity):
+    _one_of("order", order, ORDERS)
+    velocities = () if velocity is None else tuple(velocity) if isinstance(velocity, (list, tuple)) else (velocity,)
+    if not all(map(callable, velocities)) or (velocity is not None and not velocities):
         raise OptionError(
-            f"velocity must be the nn.Module or function whose calls are the timesteps; found {velocity!r}."
+            "velocity must be the nn.Module or function whose calls are the timesteps, or a list of several (two "
+            f"experts, say); found {velocity!r}."
+        )
+    if lane is not None:
+        lane = _lane(lane)
+    if audit_every is not None and (
+        isinstance(audit_every, bool) or not isinstance(audit_every, int) or audit_every < 1
+    ):
+        raise OptionError(
+            f"audit_every must be an int >= 1, the steps between two audits, or None; found {audit_every!r}."
         )
     if time is not None and (isinstance(time, bool) or not isinstance(time, (str, int))):
         raise OptionError(f"time must be the position or name of the velocity's time argument; found {time!r}.")
@@ -67,7 +83,26 @@ def check(
         raise OptionError(f"has_aux must be True or False; found {has_aux!r}.")
     chosen: Estimator = resolve(estimator)
     return Options(
-        Plan(W, chosen, gate, float(tau), weights), velocity, time, has_aux, compiler, mode, options, dynamic
+        Plan(W, chosen, gate, float(tau), weights, order, lane),
+        velocities,
+        time,
+        has_aux,
+        compiler,
+        mode,
+        options,
+        dynamic,
+        audit_every,
+    )
+
+
+def _lane(lane: Any) -> int | tuple[int, ...]:
+    if isinstance(lane, int) and not isinstance(lane, bool) and lane >= 1:
+        return lane
+    if isinstance(lane, (list, tuple)) and lane and all(isinstance(x, int) and not isinstance(x, bool) for x in lane):
+        return tuple(lane)
+    raise OptionError(
+        f"lane must be the number of velocity calls per timestep (taken in turn), or the lane of every call as a list "
+        f"of ints; found {lane!r}."
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from .errors import RefusedError
 from .estimators import Endpoints, Estimator
 
 
@@ -23,6 +24,7 @@ class Call:
     time: Hashable
     where: str
     body: str = ""  # calls of one group share the body that they run
+    weights: frozenset = frozenset()  # the trained tensors that this call shares with others: tells networks apart
 
 
 @dataclass(frozen=True)
@@ -51,23 +53,40 @@ class Plan:
     gate: str | None = "cosine"
     tau: float = 0.995
     weights: str = "time"
+    order: str = "call"
+    lane: int | tuple[int, ...] | None = None
 
     def key(self) -> str:
         """Everything of the plan that changes a graph, as text: part of the compile cache's key."""
         return repr(dataclasses.astuple(dataclasses.replace(self, estimator=None))) + repr(self.estimator)  # type: ignore[arg-type]
 
-    def groups(self, calls: Sequence[Call]) -> list[Group]:
-        """Cut the calls of each lane into groups of W, the last one ragged.
+    def lanes(self, calls: Sequence[Call]) -> list[list[int]]:
+        """The calls of each lane of each network, in the order of the loss.
 
-        A call whose time was seen before at the same network belongs to another lane (guidance calls the
-        network twice per timestep): lanes are never mixed in one group.
+        A lane is said by `lane`: a number of calls per timestep, taken in turn, or the lane of every call. Else
+        a call whose time was seen before at the same network belongs to another lane (guidance calls the
+        network twice per timestep). Lanes and networks are never mixed in one group.
         """
+        if isinstance(self.lane, tuple) and calls and calls[-1].index >= len(self.lane):
+            raise RefusedError(
+                f"lane={self.lane} names the lanes of {len(self.lane)} calls; this loss makes a call number "
+                f"{calls[-1].index} with gradient, at {calls[-1].where}. Give one lane for every velocity call that "
+                "carries gradient, in their order, or the number of calls per timestep."
+            )
         seen: Counter = Counter()
-        lanes: dict[tuple[str, str, int], list[int]] = {}
+        lanes: dict[Hashable, list[int]] = {}
         for call in calls:
-            kind = (call.site, call.body)
-            lane = seen[kind, call.time]
-            seen[kind, call.time] += 1
-            lanes.setdefault((*kind, lane), []).append(call.index)
-        cut = [tuple(lane[i : i + self.W]) for lane in lanes.values() for i in range(0, len(lane), self.W)]
+            network = (call.site, call.body, call.weights)
+            lane = seen[network, call.time]
+            seen[network, call.time] += 1
+            if isinstance(self.lane, int):
+                lane = call.index % self.lane
+            elif self.lane is not None:
+                lane = self.lane[call.index]
+            lanes.setdefault((network, lane), []).append(call.index)
+        return list(lanes.values())
+
+    def groups(self, calls: Sequence[Call]) -> list[Group]:
+        """Cut the calls of each lane into groups of W, the last one ragged."""
+        cut = [tuple(lane[i : i + self.W]) for lane in self.lanes(calls) for i in range(0, len(lane), self.W)]
         return [Group(i, c, tuple(self.estimator.nodes(len(c)))) for i, c in enumerate(cut)]

@@ -81,7 +81,7 @@ class Step:
         self._limit: Callable[[], Any] = contextlib.nullcontext
         self._calls: dict[int, tuple[Callable, list, Callable]] = {}
         self._looked_for: set[tuple] = set()
-        self._velocity: Callable | None = options.velocity
+        self._velocities: tuple[Callable, ...] = options.velocity
         self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
 
     def __reduce__(self) -> tuple:
@@ -141,7 +141,7 @@ class Step:
         self._find_velocity(args, kwargs)
         args = _aliased(args)
         try:
-            with installed(*self._marking()), self._limit():
+            with installed(self._marking()), self._limit():
                 out = self._compiled(*args, **kwargs)
         except JaggError:
             raise
@@ -169,23 +169,21 @@ class Step:
             )
         return out
 
-    def _marking(self) -> tuple[list, Callable | None]:
-        """Where to put the marking call of this velocity, and that call: one object for ever (guards compare it)."""
-        f = self._velocity
-        if f is None:
-            return [], None
-        if id(f) not in self._calls:
-            self._calls[id(f)] = (f, places(f, self.loss_fn), marking_call(f, self.options.time))
-        return self._calls[id(f)][1:]
+    def _marking(self) -> list[tuple[list, Callable]]:
+        """Where to put the marking call of each velocity, and that call: one object for ever (guards compare it)."""
+        for f in self._velocities:
+            if id(f) not in self._calls:
+                self._calls[id(f)] = (f, places(f, self.loss_fn), marking_call(f, self.options.time))
+        return [self._calls[id(f)][1:] for f in self._velocities]
 
     def _find_velocity(self, args: tuple, kwargs: dict) -> None:
         """Once for each set of modules among the arguments."""
-        if self.options.velocity is not None:
+        if self.options.velocity:
             return
         modules = tuple(id(a) for a in args if isinstance(a, nn.Module))
         if modules in self._looked_for:
             return
-        self._velocity = discover(self.loss_fn, args, kwargs)
+        self._velocities = discover(self.loss_fn, args, kwargs, self.options.time)
         self._looked_for = {modules}
 
 

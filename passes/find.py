@@ -8,6 +8,9 @@ velocity whose gradient runs through another call.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
 import networkx as nx
 import torch
 from torch import fx
@@ -15,7 +18,7 @@ from torch import fx
 from jagg_fx.errors import RefusedError
 from jagg_fx.plan import Call
 
-from .joint import Joint, Site, data_flow, expressions, is_region
+from .joint import Joint, Site, data_flow, expressions, getitems, is_region
 
 
 def run(joint: Joint) -> None:
@@ -45,6 +48,7 @@ def run(joint: Joint) -> None:
         mark.replace_all_uses_with(mark.args[0])
         graph.erase_node(mark)
     _refuse_chains(joint)
+    _tell_networks_apart(joint, number)
 
 
 def _backward(cotangent: fx.Node) -> tuple[fx.Node, list[int]]:
@@ -59,6 +63,19 @@ def _backward(cotangent: fx.Node) -> tuple[fx.Node, list[int]]:
         if len(users) != 1:
             raise AssertionError(f"the cotangent {cotangent} enters no velocity call")
         node = users[0]
+
+
+def _tell_networks_apart(joint: Joint, number: dict) -> None:
+    """Note with each call the trained tensors that it shares with others: two networks share none.
+
+    Two experts of one class run one body, so their name and body do not tell them apart. A tensor that one call
+    alone reads is no mark of a network: it is an input of its own, which `group.py` looks at.
+    """
+    trained = {i: {number[s.operands[o]] for o in getitems(s.backward)} for i, s in joint.sites.items()}
+    readers = Counter(n for own in trained.values() for n in own)
+    for i, site in joint.sites.items():
+        shared = frozenset(n for n in trained[i] if readers[n] > 1)
+        site.call = dataclasses.replace(site.call, weights=shared)
 
 
 def _refuse_chains(joint: Joint) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +61,15 @@ def where(node: fx.Node, inner: bool = False) -> str:
     return f"{f['file']}:{f['line']}: {f['code'].strip()}"
 
 
-def find(gm: fx.GraphModule, named: str | None = None) -> list[Segment]:
+def find(gm: fx.GraphModule, named: Sequence[str] = ()) -> list[Segment]:
     """The velocity calls of a captured loss that carry gradient, in order.
 
-    named: the velocity that the user named, whose calls are marked. Raises CaptureError if unclear.
+    named: the velocities that the user named, whose calls are marked. Raises CaptureError if unclear.
     """
     marked = from_markers(gm)
-    if marked is None and named is not None:
+    if marked is None and named:
         raise CaptureError(
-            f"velocity={named} was given, but the loss never called it. Give the module or function that the loss "
+            f"velocity={', '.join(named)} was given, but the loss never called it. Give the module or function that the loss "
             "itself calls, or call it through jagg_fx.velocity(f, z, t)."
         )
     found = marked if marked is not None else from_module_stack(gm)
@@ -162,17 +162,21 @@ def from_module_stack(gm: fx.GraphModule) -> list[Segment]:
         for m, by_call in calls.items()
     }
     repeated = {m for m, by_call in live.items() if len(by_call) > 1 and _has_parameters(by_call)}
-    outer = {m for m in repeated if not any(depth[o] < depth[m] and _inside(live[m], live[o]) for o in repeated - {m})}
-    if len(outer) > 1:
-        listed = ", ".join(f"{names[m]}, {len(live[m])} calls" for m in sorted(outer))
-        raise CaptureError(
-            f"Several modules are called more than once with gradient in this loss: {listed}. Groups are made of "
-            "the calls of one velocity. Say which one it is: velocity=..., or call it through "
-            "jagg_fx.velocity(net, z, t)."
-        )
-    for module in outer:
-        return [Segment(names[module], nodes, None, where(nodes[0])) for nodes in live[module].values()]
-    return []
+    outer = [m for m in live if m in repeated and not any(
+        depth[o] < depth[m] and _inside(live[m], live[o]) for o in repeated - {m})]  # fmt: skip
+    found = [[Segment(names[m], nodes, None, where(nodes[0])) for nodes in live[m].values()] for m in outer]
+    for segments in found if len(found) > 1 else ():
+        try:
+            find_time(segments)
+        except CaptureError as error:
+            listed = ", ".join(f"{s[0].site}, {len(s)} calls" for s in found)
+            raise CaptureError(
+                f"Several modules are called more than once with gradient in this loss: {listed}. Not all of them "
+                f"take a time, so it is not clear which are velocities. Say so with velocity=..., or call each through "
+                f"jagg_fx.velocity(net, z, t). ({error})"
+            ) from error
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    return sorted((s for segments in found for s in segments), key=lambda s: order[s.nodes[0]])
 
 
 def _has_parameters(by_call: dict[str, list[fx.Node]]) -> bool:
@@ -189,10 +193,13 @@ def _inside(inner: dict[str, list[fx.Node]], outer: dict[str, list[fx.Node]]) ->
     return all(n in every for nodes in inner.values() for n in nodes)
 
 
-def find_time(segments: list[Segment], index: str | int | None = None) -> None:
-    """Fill in the time of calls found without markers: the one small input that differs between calls."""
-    if not segments or all(s.time is not None for s in segments):
-        return
+def find_time(segments: list[Segment]) -> None:
+    """Fill in the time of calls found without markers: the one small input that differs between calls of a network."""
+    for site in {s.site for s in segments if s.time is None}:
+        _find_time([s for s in segments if s.site == site])
+
+
+def _find_time(segments: list[Segment]) -> None:
     shared = set.intersection(*(set(s.inputs()) for s in segments))
     for segment in segments:
         own = [i for i in segment.inputs() if i not in shared and isinstance(example(i), torch.Tensor)]
