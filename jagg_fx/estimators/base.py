@@ -54,12 +54,25 @@ class Estimator(Protocol):
         """The weights of a step may lie outside of [0, 1]."""
         ...
 
+    @property
+    def gated(self) -> bool:
+        """A gate may send a group to exact. Not where that would bias an estimate that is unbiased over many steps."""
+        ...
+
     def drawn(self, n: int) -> int:
         """How many more steps are drawn at random, anew each time."""
         ...
 
     def picks(self, lam: Sequence[Weight], u: Sequence[Tensor]) -> list[Tensor]:
         """The drawn steps, int64, all distinct. u: drawn(n) uniforms in [0, 1), of shape () or, by row, (B,)."""
+        ...
+
+    def slots(self, n: int) -> tuple[int, ...]:
+        """Where the drawn steps are put: a rewrite deals the steps so that each draw is found in a fixed place.
+
+        Steps that are not drawn fill the other places in their order; `weights` with these places as picks then
+        holds for the dealt steps.
+        """
         ...
 
     def usable(self, lam: Sequence[Weight]) -> Tensor | None:
@@ -90,6 +103,7 @@ class Base:
     whole: bool = False
     sums_to_one: bool = True
     extrapolates: bool = False
+    gated: bool = True
 
     def nodes(self, n: int) -> tuple[int, ...]:
         raise NotImplementedError
@@ -103,8 +117,13 @@ class Base:
     def picks(self, lam: Sequence[Weight], u: Sequence[Tensor]) -> list[Tensor]:
         return []
 
+    def slots(self, n: int) -> tuple[int, ...]:
+        free = [k for k in range(n) if k not in self.nodes(n)]
+        return tuple(free[: self.drawn(n)])
+
     def usable(self, lam: Sequence[Weight]) -> Tensor | None:
-        return within(lam)
+        """Times strictly rise or fall: two equal ones are two lanes rather than two steps."""
+        return ascending(lam)
 
     def variants(self) -> tuple[Estimator, ...]:
         return (self,)
@@ -173,14 +192,21 @@ def by_row(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1) if x.ndim > 1 else x
 
 
-def where_picked(pick: Tensor, k: int, value: Weight, lam: Weight) -> Tensor:
+def where_picked(pick: Tensor | int, k: int, value: Weight, lam: Weight) -> Weight:
     """`value` in the rows whose pick is step k, else 0; multiplies `lam` by rows. value: () or (B,)."""
+    if isinstance(pick, int):
+        return shaped(value, lam) if pick == k else 0.0
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=torch.float64, device=pick.device)
     found = torch.where(pick == k, value, torch.zeros_like(value))
-    if isinstance(lam, Tensor) and lam.ndim > 1 and found.ndim:
-        found = found.reshape(found.shape + (1,) * (lam.ndim - 1))
-    return found
+    return shaped(found, lam)
+
+
+def shaped(value: Weight, lam: Weight) -> Weight:
+    """A number for each row, in a shape that multiplies `lam`."""
+    if isinstance(lam, Tensor) and lam.ndim > 1 and isinstance(value, Tensor) and value.ndim:
+        return value.reshape(value.shape + (1,) * (lam.ndim - 1))
+    return value
 
 
 # Options.

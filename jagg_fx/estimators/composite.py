@@ -60,11 +60,13 @@ class Debiased(Composite):
     """Endpoints, corrected with probability p by one random interior step: unbiased for any network.
 
     E[C] is the identity over the coin and the draw (`Corrected`). 2 + p backwards; no variance where endpoints are
-    exact, and a noise that falls with the square of the span elsewhere, the larger the smaller p.
+    exact. Elsewhere the noise falls with the square of the span, and at p = 1 with its third power where J is smooth
+    and the cotangents of a group are alike: q makes the correction of a quadratic J the same for every m.
     """
 
     p: float = 1.0
     name = "debiased"
+    gated = False
 
     def __post_init__(self) -> None:
         _check_p(self.p)
@@ -115,6 +117,7 @@ class Memory(Composite):
     beta: float = 0.95
     shrink: bool = True
     name = "memory"
+    gated = False
 
     def __post_init__(self) -> None:
         check_int("every", self.every, 1, "a number of steps from one measurement to the next. Use 12, say")

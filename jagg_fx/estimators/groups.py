@@ -94,6 +94,7 @@ class Corrected(Base):
 
     p: float = 1.0
     name = "corrected"
+    gated = False
     extrapolates = True
 
     def __post_init__(self) -> None:
@@ -136,6 +137,7 @@ class Correction(Base):
     """
 
     name = "correction"
+    gated = False
     sums_to_one = False
     extrapolates = True
 
@@ -161,12 +163,13 @@ class Subset(Base):
 
     The group is cut into k strata of consecutive steps, as equal as can be; of each, one step is drawn uniformly
     and weighed with the size of the stratum, the others get nothing. C is the identity in the mean. k backwards
-    (default: half of the steps, rounded up), exact for k >= n. The noise does not fall with the span: for policy
-    gradients it is about as large as the gradient.
+    (default: half of the steps, rounded up), exact for k >= n. The noise is the difference of neighbouring steps'
+    gradients: small for flow matching, about as large as the gradient for policy gradients.
     """
 
     k: int | None = None
     name = "subset"
+    gated = False
     sums_to_one = False
     extrapolates = True
 
@@ -180,6 +183,9 @@ class Subset(Base):
 
     def _random(self, n: int) -> list[range]:
         return [s for s in self._strata(n) if len(s) > 1]
+
+    def slots(self, n: int) -> tuple[int, ...]:
+        return tuple(s[0] for s in self._random(n))
 
     def nodes(self, n: int) -> tuple[int, ...]:
         """Strata of one step."""
@@ -251,9 +257,6 @@ class Lagrange(Base):
             for row, c in zip(rows, own if any(own) else column, strict=True):
                 row.append(c)
         return rows
-
-    def usable(self, lam: Sequence[Weight]) -> Tensor | None:
-        return within(lam, strictly=True) if len(lam) > 3 else None
 
 
 def _check_p(p: object) -> None:

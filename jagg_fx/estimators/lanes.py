@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import OptionError
-from .base import Base, Weight, ascending, check_int, check_number, every
+from .base import Base, Weight, check_int, check_number
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,6 @@ class Knots(Base):
         for k, j, mu in self._between(lam):
             rows[j][k], rows[j + 1][k] = 1.0 - mu, mu
         return rows
-
-    def usable(self, lam: Sequence[Weight]) -> Tensor | None:
-        places = [mu for _, _, mu in self._between(lam) if isinstance(mu, Tensor)]
-        return every([(mu >= 0) & (mu <= 1) for mu in places])
 
     def _between(self, lam: Sequence[Weight]) -> list[tuple[int, int, Weight]]:
         """For each step that is no knot: the step, the number of the knot before it, and mu."""
@@ -113,6 +109,3 @@ class Causal(Base):
             e = self.factor * ((x - b) / (b - a))
             rows[j - 1][k], rows[j - 2][k] = 1.0 + e, -e
         return rows
-
-    def usable(self, lam: Sequence[Weight]) -> Tensor | None:
-        return ascending(lam)
