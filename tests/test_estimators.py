@@ -237,17 +237,16 @@ def test_unfit_times_are_not_usable(estimator) -> None:
     assert not usable(0.9, 0.7, float("nan"), 0.5, 0.3, 0.1)
 
 
-def test_what_each_formula_needs_of_times() -> None:
-    def fit(estimator, *lam: float) -> bool:
+@pytest.mark.parametrize("estimator", [e for e in PLAIN if e.usable(positions(6)) is not None], ids=repr)
+def test_equal_times_are_two_lanes(estimator) -> None:
+    def fit(*lam: float) -> bool:
         return bool(estimator.usable([0.0, *torch.tensor(lam, dtype=torch.float64), 1.0]))
 
-    assert fit(Endpoints(), 0.0, 0.5)
-    assert not fit(Corrected(), 0.0, 0.5)  # never drawn, and so never corrected
-    assert fit(Knots(2), 0.2, 0.4, 0.6)
-    assert not fit(Knots(2), 0.4, 0.4, 0.3)  # a step outside of its two knots, though inside of the ends
-    assert not fit(Knots(2), 0.0, 0.0, 0.6)  # two knots at one time
-    assert not fit(Causal(), 0.4, 0.4, 0.6)
-    assert not fit(Lagrange(), 1.0, 0.6)
+    assert fit(0.2, 0.4, 0.6)
+    assert not fit(0.0, 0.4, 0.6)  # a step that is never drawn, and so never corrected; two knots at one time
+    assert not fit(0.2, 0.4, 0.4)
+    assert not fit(0.2, 0.4, 1.0)
+    assert not fit(0.4, 0.4, 0.3)  # outside of its two knots, though inside of the ends
 
 
 # ------------------------------------------------------------------------------------------ where exact

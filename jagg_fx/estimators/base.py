@@ -163,23 +163,10 @@ def index_lambdas(n: int) -> list[Weight]:
     return [0.0] if n == 1 else [j / (n - 1) for j in range(n)]
 
 
-# Conditions on positions, for `usable`. NaN fails them, since no comparison with it holds.
-
-
-def within(lam: Sequence[Weight], strictly: bool = False) -> Tensor | None:
-    """Whether all positions that are tensors lie in [0, 1], strictly: in (0, 1)."""
-    inner = [x for x in lam if isinstance(x, Tensor)]
-    return every([(x > 0) & (x < 1) if strictly else (x >= 0) & (x <= 1) for x in inner])
-
-
 def ascending(lam: Sequence[Weight]) -> Tensor | None:
-    """Whether each position is larger than the one before."""
+    """Whether each position is larger than the one before, in every row. NaN is not: no comparison with it holds."""
     pairs = [(a, b) for a, b in pairwise(lam) if isinstance(a, Tensor) or isinstance(b, Tensor)]
-    return every([torch.as_tensor(a < b) for a, b in pairs])
-
-
-def every(conditions: Sequence[Tensor]) -> Tensor | None:
-    return torch.stack([c.all() for c in conditions]).all() if conditions else None
+    return torch.stack([torch.as_tensor(a < b).all() for a, b in pairs]).all() if pairs else None
 
 
 # Draws are per row of the batch, shape () or (B,), where positions may have ones behind it, or a time per token.

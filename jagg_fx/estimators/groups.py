@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from .base import Base, Weight, by_row, check_int, check_number, identity, where_picked, within
+from .base import Base, Weight, by_row, check_int, check_number, identity, where_picked
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,6 @@ class Corrected(Base):
             [0.0, *own, 0.0],
         ]
 
-    def usable(self, lam: Sequence[Weight]) -> Tensor | None:
-        """A step at the time of an end is never drawn: positions lie strictly between the ends."""
-        return within(lam, strictly=True) if self._draws(len(lam)) else None
-
 
 @dataclass(frozen=True)
 class Correction(Base):
@@ -152,9 +148,6 @@ class Correction(Base):
 
     def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
         return [[0.0, *row, 0.0] for row in _correction(lam, picks[0], 1.0)] if len(lam) > 2 else []
-
-    def usable(self, lam: Sequence[Weight]) -> Tensor | None:
-        return within(lam, strictly=True)
 
 
 @dataclass(frozen=True)
