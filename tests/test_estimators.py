@@ -129,6 +129,8 @@ def test_subset_is_the_identity_in_the_mean(n: int, k: int | None) -> None:
     ways = list(itertools.product(*(p.unique(return_counts=True)[0].tolist() for p in picks)))
     mean = sum(full(estimator, lam, [torch.tensor(m) for m in way]) for way in ways) / len(ways)
     close(mean, eye(n))
+    sizes = [max(float(torch.as_tensor(w).max()) for w in row) for row in estimator.weights(lam, draw(estimator, lam))]
+    assert max(sizes) - min(sizes) <= 1
     assert estimator.expected_backwards(n) == min(n, (n + 1) // 2 if k is None else k)
 
 
@@ -167,6 +169,24 @@ def test_draws_are_distinct_steps_beside_the_nodes(estimator) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the rules
+
+
+@pytest.mark.parametrize("estimator", PLAIN, ids=repr)
+def test_weights_of_dealt_steps(estimator) -> None:
+    """A rewrite puts drawn steps into fixed places, and the other steps, in their order, into the other places."""
+    for n in SIZES:
+        lam, slots = positions(n, None), estimator.slots(n)
+        assert len(set(slots) - set(estimator.nodes(n))) == estimator.drawn(n)
+        for seed in range(5):
+            picks = draw(estimator, lam, 1, seed)
+            steps = [int(p) for p in picks]
+            rest = iter(k for k in range(n) if k not in steps)
+            order = [steps[slots.index(k)] if k in slots else next(rest) for k in range(n)]
+            dealt = estimator.weights([lam[k] for k in order], slots)
+            C = estimator.weights(lam, picks)
+            for row, want in zip(dealt, C, strict=True):
+                for weight, k in zip(row, order, strict=True):
+                    assert float(weight) == pytest.approx(float(want[k]), abs=1e-12)
 
 
 @given(st.sampled_from(PLAIN), st.integers(1, 12), st.integers(0, 1000), st.booleans())
@@ -431,6 +451,7 @@ def test_objects_of_users() -> None:
 # ---------------------------------------------------------------------------------------- the eager engine
 
 
+@pytest.mark.filterwarnings("ignore::jagg_fx.JaggWarning")  # wide groups
 @pytest.mark.parametrize(("T", "W", "rows"), [(8, 4, None), (7, 3, None), (6, 6, 3)])
 def test_the_eager_engine_equals_the_transform(T: int, W: int, rows: int | None) -> None:
     ts = grid(T) if rows is None else torch.rand(T, rows, dtype=torch.float64).sort(0).values
