@@ -544,6 +544,20 @@ def test_memory_shrinks_noise_and_keeps_signal() -> None:
     assert lost.value()[0].norm() < 0.25 * raw.value()[0].norm()
 
 
+def test_slope_of_the_memory_by_its_formula() -> None:
+    memory, cs = BiasMemory(0.8), [torch.cat([x.flatten() for x in noise(i)]).double() for i in range(6)]
+    cb = bb = mean = 0.0
+    for i, c in enumerate(cs):
+        memory.update([c])
+        if i:
+            b = mean / (1 - 0.8**i)
+            cb, bb = 0.8 * cb + 0.2 * float(c @ b), 0.8 * bb + 0.2 * float(b @ b)
+        mean = 0.8 * mean + 0.2 * c
+    assert float(memory.slope) == pytest.approx(cb / bb, rel=1e-9)
+    shrunk = max(0.0, min(1.0, cb / bb)) * mean / (1 - 0.8**6)
+    torch.testing.assert_close(memory.value()[0], shrunk)
+
+
 def test_memory_survives_an_overflow() -> None:
     memory = BiasMemory()
     for _ in range(5):
