@@ -264,9 +264,10 @@ def test_equal_times_are_two_lanes(estimator) -> None:
 
     assert fit(0.2, 0.4, 0.6)
     assert not fit(0.0, 0.4, 0.6)  # a step that is never drawn, and so never corrected; two knots at one time
-    assert not fit(0.2, 0.4, 0.4)
     assert not fit(0.2, 0.4, 1.0)
-    assert not fit(0.4, 0.4, 0.3)  # outside of its two knots, though inside of the ends
+    if not estimator.drawn(5):  # dealt steps are in no order
+        assert not fit(0.2, 0.4, 0.4)
+        assert not fit(0.4, 0.4, 0.3)  # outside of its two knots, though inside of the ends
 
 
 # ------------------------------------------------------------------------------------------ where exact
