@@ -542,10 +542,9 @@ def markdown(results: Results) -> str:
                 if found is not None:
                     interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
                     wins, lrs = f"{found.wins}/{found.pairs}", [results.lr(job), results.lr(job._replace(arm="exact"))]
-                    rows.append(
-                        [str(W), ARMS[key].title, f"{ARMS[key].backwards(W):g}", f"{span:g}", f"{100 * found.gap:+.2f}"]
-                        + [interval, wins, f"{found.p:.3g}", " / ".join(f"{lr:g}" for lr in lrs)]
-                    )
+                    row = [str(W), ARMS[key].title, f"{ARMS[key].backwards(W):g}", f"{span:g}"]
+                    row += [f"{100 * found.gap:+.2f}", interval, wins, f"{found.p:.3g}"]
+                    rows.append([*row, " / ".join(f"{lr:g}" for lr in lrs)])
     head = ["W", "estimator", "backwards", "span", "gap %", "95 %", "wins", "p", "lr of arm / exact"]
     lines += [*table(head, rows), "", "## What a gradient costs", ""]
     lines += [

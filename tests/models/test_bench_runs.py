@@ -1,12 +1,15 @@
 """The engine that trains many runs at once: its gradients are those of ordinary modules, its Adam is torch's."""
 
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
-from jagg_fx.models import MLPVelocity
+from jagg_fx.models import FlowSDE, MLPVelocity, grpo_loss, rollout, uniform_times
 
 import jagg_fx
 from bench.compare import paired
 from bench.conditional_tokens import ARMS, Balanced, ByRow, Gauss, InnerPair, train
+from bench.grpo import CLIP, ETA, Fraction, frechet, policy_head
 from bench.runs import Adam, Bias, Gradient, Nets, cosine, exact_gradient, plan, relative_error
 from jagg_fx.estimators import Corrected, Debiased, Endpoints, Exact, Knots, Memory, Subset, index_lambdas
 from jagg_fx.memory import BiasMemory
@@ -191,3 +194,44 @@ def test_paired():
     assert worse.p == pytest.approx(2 / 2**8)
     with pytest.raises(ValueError, match="pairs need"):
         paired([1.0], [1.0], lower_is_better=True, relative=True)
+
+
+def test_the_policy_head_is_the_grpo_loss():
+    nets, together, _, _, _, _ = case("sinusoidal")
+    T, generator = 4, torch.Generator().manual_seed(0)
+    y, advantages, sigmas = torch.randint(C, (R, B)), torch.randn(R, B), uniform_times(T)
+    paths = [
+        rollout(net, torch.randn(B, D, generator=generator), sigmas, own, sampler=FlowSDE(ETA), generator=generator)
+        for net, own in zip(nets, y, strict=True)
+    ]
+    states = torch.stack([path.states for path in paths])
+    # Not quite on-policy, so that the ratio counts.
+    old = torch.stack([path.log_probs for path in paths]) + 2 * CLIP * torch.randn(R, T, B)
+    features = together.features(states[:, :-1], sigmas[:-1, None], y[:, None])
+    gradients, losses = exact_gradient(together, features, policy_head(states, sigmas, old, advantages))
+    for r, net in enumerate(nets):
+        loss = grpo_loss(net, states[r], sigmas, old[r], advantages[r], y[r], sampler=FlowSDE(ETA), clip_range=CLIP)
+        loss.backward()
+        assert losses[r].item() == pytest.approx(loss.item(), abs=1e-6)
+        got = in_one(net, gradients, r)
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(got[name].detach(), p.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_timestep_fraction_takes_half_of_the_steps_of_each_row():
+    estimator, lam = Fraction(), index_lambdas(6)
+    u = list(torch.rand(3, 5000))
+    picks = estimator.picks(lam, u)
+    assert all(len(set(row.tolist())) == 3 for row in torch.stack(picks).T[:50])
+    weights = torch.stack([torch.stack(row) for row in estimator.weights(lam, picks)])
+    torch.testing.assert_close(weights.sum(0).mean(1), torch.ones(6), atol=0.06, rtol=0)
+    assert set(weights.unique().tolist()) == {0.0, 2.0}
+
+
+def test_frechet_distance():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(500, 5)) @ rng.normal(size=(5, 5)) + 1, rng.normal(size=(400, 5))
+    root = scipy.linalg.sqrtm(np.cov(a, rowvar=False) @ np.cov(b, rowvar=False))
+    want = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(np.cov(a, rowvar=False) + np.cov(b, rowvar=False) - 2 * root)
+    assert frechet(a, b) == pytest.approx(want.real)
+    assert frechet(a, a) == pytest.approx(0, abs=1e-8)
