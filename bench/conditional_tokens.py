@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,24 +119,31 @@ class InnerPair(Base):
 
 @dataclass(frozen=True)
 class Gauss(Base):
-    """Two nodes off the grid of steps, where the leading error cancels: lambda (1 - lambda) is the mean over steps.
+    """Two or three nodes off the grid of steps, at the points of the Gauss quadrature of the sum over the steps.
 
-    For many steps these are the Gauss-Legendre points. Needs a path that can be read at any t, here a straight line,
-    and two forwards more.
+    Interpolation from m of them is right for a Jacobian of degree m - 1, as from any m nodes, and where cotangents are
+    constant along the group its sum is right up to degree 2 m - 1. For many steps these are the Gauss-Legendre points.
+    Needs a path that can be read at any t, here a straight line, and m forwards more.
     """
 
+    points: int = 2
     name = "gauss"
     extrapolates = True
 
     def off_grid(self, n: int) -> tuple[float, ...]:
-        mean = sum(k / (n - 1) * (1 - k / (n - 1)) for k in range(n)) / n
-        a = (1 - (1 - 4 * mean) ** 0.5) / 2
-        return a, 1 - a
+        centred = [k / (n - 1) - 0.5 for k in range(n)]
+        second, fourth = (sum(x**power for x in centred) / n for power in (2, 4))
+        if self.points == 2:
+            return 0.5 - second**0.5, 0.5 + second**0.5
+        return 0.5 - (fourth / second) ** 0.5, 0.5, 0.5 + (fourth / second) ** 0.5
 
     def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
-        a, b = self.off_grid(len(lam))
-        mu = [(x - a) / (b - a) for x in lam]
-        return [[1 - x for x in mu], mu]
+        places = self.off_grid(len(lam))
+        rows = []
+        for place in places:
+            others = [x for x in places if x != place]
+            rows.append([math.prod((x - other) / (place - other) for other in others) for x in lam])
+        return rows
 
 
 @dataclass(frozen=True)
@@ -275,9 +284,13 @@ IDEAS: dict[str, Arm] = {
     "gauss": _arm("Gauss nodes off the grid", Gauss(), 2, more=2),
     "byrow.25": _arm("debiased by row, p = 1/4", ByRow(0.25), 2.25),
     "inner+quadratic": _arm("inner pair, every 2nd step quadratic", Sometimes(InnerPair(), Quadratic(), 2), 2.5),
+    "gauss3": _arm("three Gauss nodes off the grid", Gauss(3), 3, more=3),
+    "gauss2+3": _arm("Gauss nodes, two and three in turn", Sometimes(Gauss(2), Gauss(3), 2), 2.5, more=2.5),
     "gauss+quadratic": _arm(
         "Gauss nodes, every 4th step quadratic", Sometimes(Gauss(), Quadratic(), 4), 2.25, more=1.5
     ),
+    "memory12quick": _arm("memory, every 12th, shrunk, beta = .8", Memory(12, 0.8, True), 2.25),
+    "memory6quick": _arm("memory, every 6th, shrunk, beta = .8", Memory(6, 0.8, True), 2.5),
     "quadratic.25": _arm("quadratic with p = 1/4", QuadraticSometimes(0.25), 2.25),
 }
 """Thought of while looking at results; what they show is confirmed on fresh seeds or not at all."""
@@ -373,13 +386,12 @@ def train(
     gradient = Gradient(arm.make(W, steps), W)
     generator = torch.Generator().manual_seed(seeds[0])
     of_seed = torch.arange(count)[:, None]
-    lam = torch.arange(W) / (W - 1)
-    off_grid = next((v.off_grid(W) for v in gradient.estimator.variants() if hasattr(v, "off_grid")), None)
+    lam = [k / (W - 1) for k in range(W)]
     at = readings(arm, W, steps)
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def features(x: Tensor, noise: Tensor, y: Tensor, first: Tensor, positions: Tensor) -> Tensor:
-        t = first[:, None] + span * positions[:, None]
+    def features(x: Tensor, noise: Tensor, y: Tensor, first: Tensor, positions: Sequence[float]) -> Tensor:
+        t = first[:, None] + span * torch.tensor(positions)[:, None]
         z = states(x[:, None], noise[:, None], t)
         return start.features(z, t, y[:, None]).repeat(copies, 1, 1, 1)
 
@@ -389,13 +401,12 @@ def train(
         noise = torch.randn(x.shape, generator=generator)
         first = (1 - span) * torch.rand(rows.shape, generator=generator)
         target = (noise - x)[:, None].repeat(copies, 1, 1, 1)
-        extra = features(x, noise, y, first, torch.tensor(off_grid)) if off_grid else None
         gradients, _ = gradient(
             nets,
             features(x, noise, y, first, lam),
-            lam.tolist(),
+            lam,
             lambda v, target=target: ((v - target) ** 2).mean((1, 2, 3)),
-            extra,
+            partial(features, x, noise, y, first),
         )
         adam.step(gradients)
         for average, weight in zip(mean.weights, nets.weights, strict=True):

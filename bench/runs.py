@@ -31,6 +31,8 @@ from jagg_fx.memory import BiasMemory
 Head = Callable[[Tensor], Tensor]
 """Velocities (R, K, B, D) to the loss of every run, (R,)."""
 
+Extra = Callable[[Sequence[float]], Tensor]
+
 
 class Nets:
     """R networks as `jagg_fx.models.MLPVelocity` computes them.
@@ -263,7 +265,7 @@ class Gradient:
 
     Args:
         estimator: of `jagg_fx.estimators`; or one of whose variants has `off_grid(n)`, positions in a group of n of
-            nodes that are no step: their features are then passed as `extra`.
+            nodes that are no step: `extra` then makes their features, (R, J, B, F), from the positions.
         W: steps in a group.
         seed: of the draws, which are apart from those of the data.
     """
@@ -275,7 +277,7 @@ class Gradient:
         self._kept: dict[int, Nodes] = {}
 
     def __call__(
-        self, nets: Nets, features: Tensor, times: Sequence[float], head: Head, extra: Tensor | None = None
+        self, nets: Nets, features: Tensor, times: Sequence[float], head: Head, extra: Extra | None = None
     ) -> tuple[list[Tensor], Tensor]:
         """Gradients of every weight and the losses (R,), of the next step; shapes as in `Nodes`."""
         step, self.step = self.step, self.step + 1
@@ -292,20 +294,20 @@ class Gradient:
         return gradients, losses
 
     def of(
-        self, which: int, nets: Nets, features: Tensor, times: Sequence[float], g: Tensor, extra: Tensor | None = None
+        self, which: int, nets: Nets, features: Tensor, times: Sequence[float], g: Tensor, extra: Extra | None = None
     ) -> list[Tensor]:
         """The gradient of one variant from the cotangents (R, K, B, D)."""
-        nodes = self._kept.get(which)
+        nodes, variant = self._kept.get(which), self.estimator.variants()[which]
         if nodes is None:
-            variant, rows = self.estimator.variants()[which], (features.shape[0], features.shape[2])
+            rows = (features.shape[0], features.shape[2])
             if hasattr(variant, "off_grid"):
                 nodes = Nodes((), torch.tensor(variant.weights(index_lambdas(len(times)))))
             else:
                 nodes = plan(variant, times, self.W, lambda: self._uniforms(*rows))
             if nodes.picks is None:
                 self._kept[which] = nodes
-        if not nodes.fixed and nodes.picks is None:
-            nodes = replace(nodes, extra=extra)
+        if extra is not None and hasattr(variant, "off_grid"):
+            nodes = replace(nodes, extra=extra(variant.off_grid(len(times))))
         return node_gradient(nets, features, g, nodes)
 
     def _uniforms(self, runs: int, rows: int) -> Tensor:

@@ -151,11 +151,12 @@ def test_balanced_pairs_cancel_the_leading_error(n):
         assert estimate.mean().item() == pytest.approx(want, abs=2e-2)
 
 
-def test_two_nodes_off_the_grid_are_right_for_cubics():
-    for estimator, n, places in ((Gauss(), 4, None), (Gauss(), 8, None), (InnerPair(), 7, (1 / 6, 5 / 6))):
+def test_gauss_nodes_are_right_beyond_their_number():
+    three = ((Gauss(3), n, 5) for n in (4, 8))
+    for estimator, n, degree in ((Gauss(), 4, 3), (Gauss(), 8, 3), (InnerPair(), 7, 3), *three):
         lam = index_lambdas(n)
-        places = places or estimator.off_grid(n)
-        for power in range(4):
+        places = (1 / 6, 5 / 6) if isinstance(estimator, InnerPair) else estimator.off_grid(n)
+        for power in range(degree + 1):
             sums = [sum(row) for row in estimator.weights(lam)]
             estimate = sum(x**power * c for x, c in zip(places, sums, strict=True))
             assert estimate == pytest.approx(sum(x**power for x in lam))
