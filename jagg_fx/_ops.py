@@ -36,12 +36,12 @@ def _(t: Tensor) -> None:
 
 
 @_define("jagg_fx::call", mutates_args=())
-def call(v: Tensor, t: Tensor, index: int, site: str, where: str) -> Tensor:
+def call(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int) -> Tensor:
     return v.clone()
 
 
 @call.register_fake
-def _(v: Tensor, t: Tensor, index: int, site: str, where: str) -> Tensor:
+def _(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int) -> Tensor:
     return torch.empty_like(v)
 
 
@@ -60,7 +60,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, g):
-    return torch.ops.jagg_fx.cotangent(g, ctx.index), None, None, None, None
+    return torch.ops.jagg_fx.cotangent(g, ctx.index), None, None, None, None, None
 
 
 call.register_autograd(_backward, setup_context=_setup)
@@ -68,18 +68,17 @@ call.register_autograd(_backward, setup_context=_setup)
 
 @_define("jagg_fx::gates", mutates_args=())
 def gates(v: Tensor, calls: int) -> Tensor:
-    return torch.full((3, calls), float("nan"), device=v.device)
+    return torch.full((4, calls), float("nan"), device=v.device)
 
 
 @gates.register_fake
 def _(v: Tensor, calls: int) -> Tensor:
-    return torch.empty((3, calls), device=v.device)
+    return torch.empty((4, calls), device=v.device)
 
 
 @_define("jagg_fx::checked", mutates_args=())
-def checked(lam: Tensor, what: str) -> Tensor:
-    """lam as it is, or an error if an entry is not in [0, 1] (device-side assertion on CUDA: no host sync)."""
-    good = ((lam >= 0) & (lam <= 1)).all()
+def checked(lam: Tensor, good: Tensor, what: str) -> Tensor:
+    """lam as it is, or an error if it is not good (a device-side assertion on CUDA: no host sync)."""
     if lam.device.type == "cpu":
         if not good:
             raise TimesError(what)
@@ -89,5 +88,5 @@ def checked(lam: Tensor, what: str) -> Tensor:
 
 
 @checked.register_fake
-def _(lam: Tensor, what: str) -> Tensor:
+def _(lam: Tensor, good: Tensor, what: str) -> Tensor:
     return torch.empty_like(lam)

@@ -14,6 +14,7 @@ import torch.fx.experimental.proxy_tensor
 from torch import fx
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensor
 
 cond = torch.ops.higher_order.cond
 
@@ -24,9 +25,37 @@ def trace(fn: Callable, values: Sequence[Any]) -> fx.GraphModule:
     """The operations of fn on (fake) values, as a graph of Inductor's core operations."""
     from torch._inductor.decomposition import select_decomp_table
 
-    mode = torch._guards.detect_fake_mode(values)
+    mode = fake_mode(values)
     with mode or contextlib.nullcontext(), torch.no_grad():
         return torch.fx.experimental.proxy_tensor.make_fx(fn, decomposition_table=select_decomp_table())(*values)
+
+
+def fake_mode(values: Sequence[Any]) -> Any:
+    """The mode of these tensors without data; else the one in force. Dynamo's graph and its inputs have two."""
+    modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
+    return modes[0] if modes else torch._guards.detect_fake_mode(values)
+
+
+def example_input(shape: Sequence[int], inputs: Sequence[Any]) -> torch.Tensor:
+    """An fp32 input like those that a backend is given, on the device of the first tensor among them."""
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    with fake_mode(inputs) or contextlib.nullcontext():
+        return torch.empty(tuple(shape), device=device)
+
+
+def without_source(placeholder: fx.Node) -> None:
+    """Mark an input that no value of the user's stands behind: AOTAutograd asks Dynamo's inputs for their source."""
+    placeholder._dynamo_source = None  # type: ignore[attr-defined]
+
+
+def keep_sources(copy: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Give a copy of a captured graph what Dynamo noted beside the nodes' metadata."""
+    if hasattr(original, "_param_name_to_source"):
+        copy._param_name_to_source = original._param_name_to_source
+    pairs = zip(*(g.graph.find_nodes(op="placeholder") for g in (copy, original)), strict=True)
+    for new, old in pairs:
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
 
 
 def is_random(target: Any) -> bool:

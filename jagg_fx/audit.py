@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from . import _torch
 from .backend import Backend, Done
 from .passes import Joint, prepare
-from .plan import Group
+from .plan import Group, Plan
 
 __all__ = ["Audit", "GroupAudit"]
 
@@ -77,10 +77,13 @@ class _Auditor(Backend):
         super().__init__(options)
         self.result: tuple[list[dict], list[dict], Joint, dict] | None = None
 
-    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    def _plans(self) -> list[Plan]:
+        return super()._plans()[:1]
+
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         seen: list[fx.GraphModule] = []
         _torch.compile_eager(gm, inputs, lambda joint: None, lambda joint, *_: seen.append(joint))
-        joint = prepare(seen[-1], dataclasses.replace(self.options.plan, gate=self.options.plan.gate or "cosine"))
+        joint = prepare(seen[-1], dataclasses.replace(plan, gate=plan.gate or "cosine"))
 
         def run(*args: Tensor) -> Any:
             self.result = _run(joint, args)
@@ -89,17 +92,28 @@ class _Auditor(Backend):
         return run
 
 
-def audit(step: Any, args: tuple, kwargs: dict) -> Audit:
-    """The work of `Step.audit`."""
-    from .report import trainable
-    from .transform import Step
+class Auditor:
+    """Audits the batches of one loss: captured once, and again only where the step would be."""
 
-    backend = _Auditor(step.options)
-    with torch.enable_grad(), contextlib.suppress(Done):
-        Step(step.loss_fn, step.options, backend)(*trainable(args), **kwargs)
-    if backend.result is None:
-        raise RuntimeError("nothing to audit: no argument requires grad")
-    exact, estimate, joint, values = backend.result
+    def __init__(self, loss_fn: Callable, options: Any) -> None:
+        from .transform import Step
+
+        self._backend = _Auditor(options)
+        self._step = Step(loss_fn, options, self._backend)
+
+    def __call__(self, args: tuple, kwargs: dict) -> Audit:
+        from .report import trainable
+
+        with torch.enable_grad(), contextlib.suppress(Done):
+            self._step._once(trainable(args), kwargs)
+        result, self._backend.result = self._backend.result, None
+        if result is None:
+            raise RuntimeError("nothing to audit: no argument requires grad")
+        return _compared(args, result)
+
+
+def _compared(args: tuple, result: tuple) -> Audit:
+    exact, estimate, joint, values = result
     names = _names(args, values)
     everything = _sum(exact)
     total = _norm(everything)

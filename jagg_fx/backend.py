@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from . import _ops, _torch
-from .errors import CaptureError, JaggWarning
+from .errors import CaptureError, JaggWarning, RefusedError
 from .marking import name_of
 from .options import Options, check
-from .passes import Joint, outline, refuse, regions, repeats, rewrite, segments
+from .passes import Joint, copied, deal, outline, refuse, regions, repeats, rewrite, segments
+from .plan import Plan
 from .stats import Stats
 
 __all__ = ["Backend", "backend"]
@@ -34,6 +37,7 @@ class Backend:
     def __init__(self, options: Options, watch: Callable | None = None) -> None:
         self.options = options
         self.stats = Stats()
+        self.clock = Clock(options.seed)
         self._watch = watch
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -42,14 +46,21 @@ class Backend:
         if not found:
             found = self._repeated(gm)
         if not _differentiable(gm):  # under no_grad, or nothing trains: there is no gradient to rewrite
-            return self._compile(gm, inputs)
+            return self._compile(gm, inputs, self.options.plan)
         _check_calls(found)
         segments.find_time(found)
         refuse.run(gm, found)
         outline.run(gm, found)
-        if self.options.plan.gate is None or self.options.plan.estimator.name == "exact":
-            return self._compile(gm, inputs)
-        return self._with_stats(gm, inputs, len(found))
+        runs = [self._variant(copied(gm), inputs, plan) for plan in self._plans()]  # Dynamo reads its own graph again
+
+        def run(*args: Tensor) -> Any:
+            return runs[self.clock.variant(self.options.plan.estimator)](*args)
+
+        return run if len(runs) > 1 else runs[0]
+
+    def _plans(self) -> list[Plan]:
+        """One plan for each estimator that the chosen one alternates between: they share the capture."""
+        return self.options.plan.variants()
 
     def _repeated(self, gm: fx.GraphModule) -> list[segments.Segment]:
         """A plain function's calls, if what repeats looks like a velocity: it has a time."""
@@ -60,33 +71,92 @@ class Backend:
             return []
         return found
 
-    def _with_stats(self, gm: fx.GraphModule, inputs: Sequence[Any], calls: int) -> Callable:
-        """Let the graph return the gates' values too, and keep them from the caller."""
-        output = gm.graph.output_node()
-        mark = gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)[-1]
-        with gm.graph.inserting_before(output):
-            detached = gm.graph.call_method("detach", (mark.args[0],))
-            slot = gm.graph.call_function(torch.ops.jagg_fx.gates.default, (detached, calls))
-        output.args = ((*output.args[0], slot),)  # type: ignore[misc]
-        gm.recompile()
-        compiled = self._compile(gm, inputs)
+    def _variant(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
+        """One compiled graph. It returns the gates' values too, which are kept from the caller."""
+        if plan.estimator.name == "exact":
+            return self._compile(gm, inputs, plan)
+        dealt = deal.run(gm, plan)
+        drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
+        _add_stats(gm)
+        compiled = self._compile(gm, [*inputs, *drawn], plan)
 
         def run(*args: Tensor) -> Any:
-            *out, table = compiled(*args)
+            while dealt.checks:  # once, on the first batch
+                if dealt.checks[-1](*args):
+                    raise RefusedError(
+                        "The velocity mixes the rows of a batch (a row of its output depends on others' inputs), so "
+                        "rows cannot be dealt to other calls, as times per row need with order='time' or with an "
+                        "estimator that draws steps. Give one time for the whole batch (shape ()), or use "
+                        "order='call' and estimator='endpoints'."
+                    )
+                dealt.checks.pop()
+            *out, table = compiled(*args, *(self.clock.uniforms(x) for x in drawn))
             self.stats.record(table)
+            self.clock.tick()
             return tuple(out)
 
         return run
 
-    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         o = self.options
 
         def go(joint: fx.GraphModule) -> None:
-            _warn_if_useless(rewrite(joint, o.plan, self._watch))
+            _warn_if_useless(rewrite(joint, plan, self._watch))
 
         if o.compiler == "eager":
             return _torch.compile_eager(gm, inputs, go)
-        return _torch.compile_inductor(gm, inputs, go, cache_key(o), _torch.inductor_options(o.mode, o.options))
+        return _torch.compile_inductor(gm, inputs, go, cache_key(plan), _torch.inductor_options(o.mode, o.options))
+
+
+class Clock:
+    """Counts the steps of one transform, and draws what its estimator draws: the same on every rank, new each step."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self._forced = threading.local()
+
+    def variant(self, estimator: Any) -> int:
+        """Which variant this step runs."""
+        forced = getattr(self._forced, "variant", None)
+        return (
+            estimator.at(self.step, float(torch.rand((), generator=self._generator(0)))) if forced is None else forced
+        )
+
+    @contextlib.contextmanager
+    def forced(self, variant: int) -> Iterator[None]:
+        """Run this variant in place of the one whose turn it is."""
+        self._forced.variant = variant
+        try:
+            yield
+        finally:
+            self._forced.variant = None
+
+    def tick(self) -> None:
+        """One more step was run; one that was forced is a part of another."""
+        self.step += getattr(self._forced, "variant", None) is None
+
+    def uniforms(self, like: Tensor) -> Tensor:
+        """Numbers in [0, 1) of shape (draws, rows), stratified over the rows of each draw."""
+        numbers, rows = like.shape
+        generator = self._generator(1)
+        cells = torch.stack([torch.randperm(rows, generator=generator) for _ in range(numbers)])
+        u = (cells + torch.rand(numbers, rows, generator=generator)) / rows
+        return u.to(like.device, non_blocking=True)
+
+    def _generator(self, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(hash((self.seed, self.step, stream)) % 2**63)
+
+
+def _add_stats(gm: fx.GraphModule) -> None:
+    """Hold a place among the outputs for a table of the gates' values, `passes/gate.py` fills it."""
+    output = gm.graph.output_node()
+    marks = gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
+    with gm.graph.inserting_before(output):
+        detached = gm.graph.call_method("detach", (marks[-1].args[0],))
+        slot = gm.graph.call_function(torch.ops.jagg_fx.gates.default, (detached, len(marks)))
+    output.args = ((*output.args[0], slot),)  # type: ignore[misc]
+    gm.recompile()
 
 
 def backend(W: int = 4, **options: Any) -> Backend:
@@ -106,9 +176,9 @@ def backend(W: int = 4, **options: Any) -> Backend:
     return Backend(check(W, **options))
 
 
-def cache_key(options: Options) -> str:
+def cache_key(plan: Plan) -> str:
     """All that the compile cache must tell apart: our sources, the plan, torch's version."""
-    return hashlib.sha256((_sources() + options.plan.key() + torch.__version__).encode()).hexdigest()
+    return hashlib.sha256((_sources() + plan.key() + torch.__version__).encode()).hexdigest()
 
 
 @functools.cache
@@ -117,7 +187,7 @@ def _sources() -> str:
 
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(jagg_fx.passes.__file__).parent):
-        for path in sorted(folder.glob("*.py")):
+        for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

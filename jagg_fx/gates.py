@@ -5,7 +5,6 @@ Plain tensor code: `passes/gate.py` traces it into the graph, tests and the audi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -34,21 +33,26 @@ def row_shape(x: Tensor) -> tuple[int, ...]:
     return shape
 
 
-def cosines(v: Sequence[Tensor], lam: Sequence[Weight]) -> list[Tensor]:
-    """c_k = <v_k, v_hat_k> / (|v_k| |v_hat_k| + 1e-8) of every interior step (arXiv 2607.17572, its gate).
+def cosines(v: Sequence[Tensor], C: Sequence[Sequence[Weight]], nodes: Sequence[int]) -> list[Tensor]:
+    """c_k = <v_k, v_hat_k> / (|v_k| |v_hat_k| + 1e-8) of every step k that is no node (arXiv 2607.17572, its gate).
 
-    v: velocities of one group, all of one shape; lam: their positions. v_hat_k is the interpolation between
-    the first and last velocity. The whole batch is one vector. Computed in fp32 (fp64 for fp64 velocities).
-    Returns scalars; a NaN or an infinity in a velocity gives NaN.
+    v: velocities of one group, all of one shape; C: an estimator's weights for it, one row a node. v_hat_k =
+    sum_j C[j][k] v_j is what the weights make of the nodes' velocities: for endpoints their interpolation. The
+    whole batch is one vector. Computed in fp32 (fp64 for fp64 velocities). Returns scalars; a NaN or an infinity
+    in a velocity gives NaN.
     """
     wide = [x.double() if x.dtype == torch.float64 else x.float() for x in v]
-    first, last = wide[0], wide[-1]
     out = []
-    for x, lam_k in zip(wide[1:-1], lam[1:-1], strict=True):
-        row = per_row(lam_k, x)
-        if isinstance(row, Tensor):
-            row = row.to(x.dtype)
-        guess = first + row * (last - first)
+    for k, x in enumerate(wide):
+        if k in nodes:
+            continue
+        guess = torch.zeros_like(x)
+        for row, j in zip(C, nodes, strict=True):
+            weight = per_row(row[k], x)
+            if isinstance(weight, Tensor):
+                guess = guess + weight.to(x.dtype) * wide[j]
+            elif weight:
+                guess = guess + weight * wide[j]
         norms = torch.sqrt((x * x).sum()) * torch.sqrt((guess * guess).sum())
         out.append((x * guess).sum() / (norms + 1e-8))
     return out
@@ -62,15 +66,3 @@ def is_open(gate: str, cos: Sequence[Tensor], tau: float) -> Tensor:
     if gate == "cosine-mean":
         return stacked.mean() >= tau
     raise AssertionError(f"unknown gate {gate!r}")
-
-
-def times_in_order(lam: Sequence[Weight]) -> Tensor | None:
-    """Whether the times of a group strictly rise or strictly fall, in every row (None: known in advance).
-
-    False for equal end times (the division gives NaN or infinity), for a step outside of its group's ends (the
-    weights would extrapolate, which can diverge), for steps out of order, and for two equal times, which are
-    two lanes rather than two steps.
-    """
-    if not any(isinstance(x, Tensor) for x in lam):
-        return None
-    return torch.stack([(a < b).all() for a, b in itertools.pairwise(lam) if isinstance(a < b, Tensor)]).all()

@@ -105,3 +105,20 @@ class BiasMemory:
 
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     return torch.stack([(x * y).sum().double() for x, y in zip(a, b, strict=True)]).sum()
+
+
+class Remembered(torch.autograd.Function):
+    """The loss as it is; its backward adds g times the bias to the gradient of each parameter, for a tangent g.
+
+    So loss scaling, accumulation and hooks on parameters see one gradient. A bias of None adds nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, bias: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.bias = [None if b is None else b.to(p.dtype) for b, p in zip(bias, parameters, strict=True)]
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return (g, None, *(None if b is None else b * g.to(b.dtype) for b in ctx.bias))

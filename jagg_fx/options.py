@@ -32,6 +32,7 @@ class Options:
     options: dict[str, Any] | None = field(default=None, hash=False)
     dynamic: bool | None = False
     audit_every: int | None = None
+    seed: int = 0
 
 
 def check(
@@ -51,6 +52,7 @@ def check(
     order: Any = "call",
     lane: Any = None,
     audit_every: Any = None,
+    seed: Any = 0,
 ) -> Options:
     """Options from keyword arguments. Raises OptionError (a ValueError) for a value that cannot be taken."""
     if isinstance(W, bool) or not isinstance(W, int):
@@ -77,6 +79,8 @@ def check(
         raise OptionError(
             f"audit_every must be an int >= 1, the steps between two audits, or None; found {audit_every!r}."
         )
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise OptionError(f"seed must be an int, from which random steps are drawn; found {seed!r}.")
     if time is not None and (isinstance(time, bool) or not isinstance(time, (str, int))):
         raise OptionError(f"time must be the position or name of the velocity's time argument; found {time!r}.")
     if not isinstance(has_aux, bool):
@@ -92,6 +96,7 @@ def check(
         options,
         dynamic,
         audit_every,
+        seed,
     )
 
 

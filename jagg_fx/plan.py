@@ -25,6 +25,7 @@ class Call:
     where: str
     body: str = ""  # calls of one group share the body that they run
     weights: frozenset = frozenset()  # the trained tensors that this call shares with others: tells networks apart
+    lane: int = -1  # where the lane was settled before, by `passes/deal.py`
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ class Plan:
         """Everything of the plan that changes a graph, as text: part of the compile cache's key."""
         return repr(dataclasses.astuple(dataclasses.replace(self, estimator=None))) + repr(self.estimator)  # type: ignore[arg-type]
 
+    def variants(self) -> list[Plan]:
+        """A plan for each estimator that this one's alternates between; gates only where its own design has them."""
+        gate = self.gate if self.estimator.gated else None
+        found = self.estimator.variants()
+        return [dataclasses.replace(self, estimator=v, gate=gate if v.gated else None) for v in found]
+
     def lanes(self, calls: Sequence[Call]) -> list[list[int]]:
         """The calls of each lane of each network, in the order of the loss.
 
@@ -76,6 +83,9 @@ class Plan:
         seen: Counter = Counter()
         lanes: dict[Hashable, list[int]] = {}
         for call in calls:
+            if call.lane >= 0:
+                lanes.setdefault(call.lane, []).append(call.index)
+                continue
             network = (call.site, call.body, call.weights)
             lane = seen[network, call.time]
             seen[network, call.time] += 1
@@ -86,7 +96,13 @@ class Plan:
             lanes.setdefault((network, lane), []).append(call.index)
         return list(lanes.values())
 
+    def cut(self, lane: Sequence[int]) -> list[tuple[int, ...]]:
+        """A lane in groups: of W, the last one ragged, or the whole of it where the estimator says so."""
+        W = max(len(lane), 1) if self.estimator.whole else self.W
+        return [tuple(lane[i : i + W]) for i in range(0, len(lane), W)]
+
     def groups(self, calls: Sequence[Call]) -> list[Group]:
-        """Cut the calls of each lane into groups of W, the last one ragged."""
-        cut = [tuple(lane[i : i + self.W]) for lane in self.lanes(calls) for i in range(0, len(lane), self.W)]
-        return [Group(i, c, tuple(self.estimator.nodes(len(c)))) for i, c in enumerate(cut)]
+        """The groups of all lanes. Drawn steps sit in fixed slots by now (`passes/deal.py`)."""
+        cut = [group for lane in self.lanes(calls) for group in self.cut(lane)]
+        nodes = [(*self.estimator.nodes(len(c)), *self.estimator.slots(len(c))) for c in cut]
+        return [Group(i, c, n) for i, (c, n) in enumerate(zip(cut, nodes, strict=True))]

@@ -16,7 +16,7 @@ from .backend import Backend, Done
 from .errors import CaptureError
 from .estimators import Exact, index_lambdas, lambdas
 from .options import check
-from .passes import Joint, rewrite, view_chain
+from .passes import Joint, copied, rewrite, subgraph, view_chain
 from .plan import Call, Group, Plan
 from .transform import Step
 
@@ -117,16 +117,19 @@ class _Inspector(Backend):
         super().__init__(options)
         self.seen: dict[str, Any] = {}
 
-    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    def _plans(self) -> list[Plan]:
+        return super()._plans()[:1]
+
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         marks = gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
-        times = _subgraph(gm, [m.args[1] for m in marks])
+        times = subgraph(gm, [m.args[1] for m in marks])
 
         def look(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int) -> None:
-            exact = dataclasses.replace(self.options.plan, estimator=Exact())
-            for name, plan in (("before", exact), ("after", self.options.plan)):
-                graph = _copy(joint)
+            exact = dataclasses.replace(plan, estimator=Exact())
+            for name, wanted in (("before", exact), ("after", plan)):
+                graph = copied(joint)
                 passes: list[tuple[str, int, int]] = []
-                state = rewrite(graph, plan, lambda n, j, p=passes: p.append((n, _backwards(j), len(j.graph.nodes))))
+                state = rewrite(graph, wanted, lambda n, j, p=passes: p.append((n, _backwards(j), len(j.graph.nodes))))
                 if state is not None:
                     self.seen[name] = (graph, state, _saved(graph, joint_inputs, num_fwd_outputs), passes)
 
@@ -163,7 +166,7 @@ def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -
         calls,
         list(times.values()),
         state.groups,
-        [_weights(chosen.plan, [times[c] for c in g.calls]) for g in state.groups],
+        [_weights(state.plan, [times[c] for c in g.calls]) for g in state.groups],
         before,
         after,
         (_side(exact, saved_before), _side(state, saved_after)),
@@ -187,37 +190,13 @@ def trainable(args: tuple) -> tuple:
 def _weights(plan: Plan, times: list[Tensor]) -> list[list[Any]]:
     n = len(times)
     lam = index_lambdas(n) if plan.weights == "index" else lambdas(times)
-    if len(plan.estimator.nodes(n)) == n:
+    if len(plan.estimator.nodes(n)) == n:  # every step is a node
         return Exact().weights([0.0] * n)
-    return plan.estimator.weights(lam)
-
-
-def _subgraph(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
-    """Only what these nodes need, as a function of the same inputs."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        if node.op != "output":
-            env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[n] for n in nodes))
-    out = fx.GraphModule(gm, graph)
-    out.graph.eliminate_dead_code()
-    out.recompile()
-    return out
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that can be rewritten; bodies of calls are shared, since passes add bodies and change none."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.set_codegen(gm.graph._codegen)
-    return fx.GraphModule(gm, graph)
+    return plan.estimator.weights(lam, plan.estimator.slots(n))
 
 
 def _saved(gm: fx.GraphModule, inputs: Any, num_fwd_outputs: int) -> int:
-    forward, _ = _torch.min_cut(_copy(gm), inputs, num_fwd_outputs=num_fwd_outputs)
+    forward, _ = _torch.min_cut(copied(gm), inputs, num_fwd_outputs=num_fwd_outputs)
     kept: Any = forward.graph.output_node().args[0]
     # Parameters and inputs are kept anyway, and so are views of them.
     own = [n for n in dict.fromkeys(kept[num_fwd_outputs:]) if view_chain(n)[0].op != "placeholder"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +15,29 @@ from .errors import JaggWarning
 
 @dataclass(frozen=True)
 class GroupStats:
-    """One approximated group: its calls, the cosine of each interior call, whether its gate was open."""
+    """One approximated group: its calls, the cosine of each pruned call, whether its gate was open (None: no gate).
+
+    span: |last time - first time|, the mean over the rows, in the unit of the loss.
+    """
 
     number: int
     calls: tuple[int, ...]
     cosines: dict[int, float]
     open: bool | None
+    span: float
 
 
 class Stats:
-    """The gates of the last step. Groups that are exact anyway (one or two steps) are not listed."""
+    """The last step, group by group, and the audits so far. Groups that are exact anyway are not listed.
+
+    audits: (step, Audit) of every step that `audit_every` has audited, the last 1000 of them.
+    """
 
     _CHECK_EVERY = 16  # steps between looks at the gates: each look makes the host wait for the device
+    WIDE = 0.35  # of the way from noise to data: from there on the error of endpoints shows in training
 
     def __init__(self) -> None:
+        self.audits: deque[tuple[int, Any]] = deque(maxlen=1000)
         self._table: Tensor | None = None
         self._steps = 0
         self._mostly_shut = 0
@@ -35,6 +45,8 @@ class Stats:
     def record(self, table: Tensor) -> None:
         self._table = table.detach()
         self._steps += 1
+        if self._steps == 1:
+            self._warn_if_wide()
         if self._steps % self._CHECK_EVERY == 0 and self._mostly_shut < 2:
             self._mostly_shut = self._mostly_shut + 1 if self.fallback_share >= 0.9 else 0
             if self._mostly_shut == 2:
@@ -48,11 +60,28 @@ class Stats:
                     stacklevel=2,
                 )
 
+    def _warn_if_wide(self) -> None:
+        groups = self.groups
+        if not groups or self._table is None:
+            return
+        largest = float(self._table[3].abs().nan_to_num().max())
+        unit = 1.0 if largest <= 1.5 else 1000.0
+        widest = max(groups, key=lambda g: g.span)
+        if widest.span / unit > self.WIDE:
+            warnings.warn(
+                f"Group {widest.number} (calls {widest.calls[0]} to {widest.calls[-1]}) spans {widest.span:.3g} of "
+                f"time (a trajectory has {unit:g}). The error of the estimate grows with the square of the span, "
+                "and beyond a third of a trajectory training is seen to suffer: use a smaller W or more timesteps, an "
+                "unbiased estimator ('debiased'), and step.audit(...) to see the true error.",
+                JaggWarning,
+                stacklevel=2,
+            )
+
     @property
     def groups(self) -> list[GroupStats]:
         if self._table is None:
             return []
-        cosine, number, is_open = self._table.cpu().tolist()
+        cosine, number, is_open, time = self._table.cpu().tolist()
         members: dict[int, list[int]] = {}
         for call, n in enumerate(number):
             if not math.isnan(n):
@@ -61,8 +90,9 @@ class Stats:
             GroupStats(
                 n,
                 tuple(calls),
-                {c: cosine[c] for c in calls[1:-1]},
+                {c: cosine[c] for c in calls if not math.isinf(cosine[c])},
                 None if math.isnan(is_open[calls[0]]) else bool(is_open[calls[0]]),
+                abs(time[calls[-1]] - time[calls[0]]),
             )
             for n, calls in members.items()
         ]
@@ -76,12 +106,16 @@ class Stats:
     def __repr__(self) -> str:
         groups = self.groups
         if not groups:
-            return "Stats(no gated group in the last step)"
-        lines = [f"Stats: {len(groups)} gated groups, {self.fallback_share:.0%} fell back to exact"]
+            return "Stats(no approximated group in the last step)"
+        lines = [f"Stats: {len(groups)} approximated groups, {self.fallback_share:.0%} fell back to exact"]
         for g in groups:
-            cos = ", ".join(f"{c:.5f}" for c in g.cosines.values())
+            cos = ", cosine " + ", ".join(f"{c:.5f}" for c in g.cosines.values()) if g.cosines else ""
             state = {True: "open, merged", False: "shut, exact", None: "no gate"}[g.open]
-            lines.append(f"  group {g.number}: calls {g.calls[0]}-{g.calls[-1]}, cosine {cos}: {state}")
+            lines.append(f"  group {g.number}: calls {g.calls[0]}-{g.calls[-1]}, span {g.span:.3g}{cos}: {state}")
+        for step, audit in list(self.audits)[-3:]:
+            lines.append(
+                f"  audit of step {step}: relative error {audit.relative_error:.3g}, cosine {audit.cosine:.5f}"
+            )
         return "\n".join(lines)
 
 
@@ -90,7 +124,13 @@ def as_dict(stats: Stats) -> dict[str, Any]:
     return {
         "fallback_share": stats.fallback_share,
         "groups": [
-            {"number": g.number, "calls": list(g.calls), "cosines": list(g.cosines.values()), "open": g.open}
+            {
+                "number": g.number,
+                "calls": list(g.calls),
+                "cosines": list(g.cosines.values()),
+                "open": g.open,
+                "span": g.span,
+            }
             for g in stats.groups
         ],
     }

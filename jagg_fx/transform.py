@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch
-from .audit import Audit, audit
+from .audit import Audit, Auditor
 from .backend import Backend
 from .discover import discover
 from .errors import CaptureError, JaggError, JaggWarning, RefusedError
+from .estimators import Memory
 from .marking import installed, marking_call, places
+from .memory import BiasMemory, Remembered
 from .options import Options, check
 from .stats import Stats
 
@@ -81,6 +83,10 @@ class Step:
         self._limit: Callable[[], Any] = contextlib.nullcontext
         self._calls: dict[int, tuple[Callable, list, Callable]] = {}
         self._looked_for: set[tuple] = set()
+        self._auditor: Auditor | None = None
+        e = options.plan.estimator
+        self.memory = BiasMemory(e.beta, e.shrink) if isinstance(e, Memory) else None
+        self._reached: list[bool] | None = None  # parameters that the loss reaches: the others keep a gradient of None
         self._velocities: tuple[Callable, ...] = options.velocity
         self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
 
@@ -135,9 +141,54 @@ class Step:
         generation, with the memory of an exact step; `.grad`, parameters and `stats` stay as they are. Compares
         as if every gate were open, and says which were.
         """
-        return audit(self, args, kwargs)
+        if self._auditor is None:
+            self._auditor = Auditor(self.loss_fn, self.options)
+        return self._auditor(args, kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count, from which random steps are drawn, and the memory of estimator="memory", if it has one."""
+        memory = None if self.memory is None else self.memory.state_dict()
+        return {"step": self.backend.clock.step, "memory": memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.backend.clock.step = state["step"]
+        if self.memory is not None and state["memory"] is not None:
+            self.memory.load_state_dict(state["memory"])
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
+        """One step, with what belongs to it besides the compiled graph: the memory, and a regular audit."""
+        before = self.backend.clock.step
+        out = self._once(args, kwargs)
+        if self.backend.clock.step == before:  # no gradient
+            return out
+        every = self.options.audit_every
+        if every is not None and before % every == 0:
+            self.stats.audits.append((before, self.audit(*args, **kwargs)))
+        if self.memory is None:
+            return out
+        return self._remembered(out, before, args, kwargs)
+
+    def _remembered(self, out: Any, step: int, args: tuple, kwargs: dict) -> Any:
+        """The loss, with the memory's estimate of the bias added to the gradients that its backward computes."""
+        assert self.memory is not None
+        first = args[0].parameters() if isinstance(args[0], nn.Module) else pytree.tree_leaves(args[0])
+        trained = [p for p in first if isinstance(p, Tensor) and p.requires_grad]
+        if self.options.plan.estimator.measures(step):
+            with self.backend.clock.forced(1):
+                again = self._once(args, kwargs)
+            loss = again[0] if self.options.has_aux else again
+            found = torch.autograd.grad(loss, trained, allow_unused=True)
+            self.memory.update([torch.zeros_like(p) if g is None else g for g, p in zip(found, trained, strict=True)])
+            self._reached = [g is not None for g in found]
+        bias = self.memory.value()
+        if bias is None:
+            return out
+        given = [b if reached else None for b, reached in zip(bias, self._reached or [True] * len(bias), strict=True)]
+        loss = out[0] if self.options.has_aux else out
+        corrected = Remembered.apply(loss, given, *trained)
+        return (corrected, out[1]) if self.options.has_aux else corrected
+
+    def _once(self, args: tuple, kwargs: dict) -> Any:
         self._find_velocity(args, kwargs)
         args = _aliased(args)
         try:
@@ -155,7 +206,7 @@ class Step:
                 raise _explained(error) from error
             else:
                 raise
-            return self._run(args, kwargs)
+            return self._once(args, kwargs)
         return self._checked(out)
 
     def _checked(self, out: Any) -> Any:

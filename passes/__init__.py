@@ -13,7 +13,7 @@ from torch import fx
 from jagg_fx.plan import Plan
 
 from . import branch, find, gate, group, merge, prune, slim
-from .joint import Joint, is_call, view_chain
+from .joint import Joint, copied, is_call, subgraph, view_chain
 from .verify import verify
 
 PASSES = (
@@ -58,4 +58,4 @@ def _apply(joint: Joint, passes, watch=None) -> None:
             watch(name, joint)
 
 
-__all__ = ["PASSES", "Joint", "is_call", "prepare", "rewrite", "view_chain"]
+__all__ = ["PASSES", "Joint", "copied", "is_call", "prepare", "rewrite", "subgraph", "view_chain"]

@@ -28,15 +28,16 @@ def run(joint: Joint) -> None:
         nodes = [x for x in lam if isinstance(x, fx.Node)]
         velocities = [s.velocity for s in sites]
 
-        def cosine(*tensors, lam=lam, n=len(sites)):
-            return gates.cosines(tensors[:n], _fill(lam, tensors[n:]))
+        def cosine(*tensors, lam=lam, n=len(sites), kept=group.nodes):
+            C = joint.plan.estimator.weights(_fill(lam, tensors[n:]), joint.plan.estimator.slots(n))
+            return gates.cosines(tensors[:n], C, kept)
 
         cos = insert(joint.graph, cosine, [*velocities, *nodes], "cosine")
-        cosines.update(zip(group.calls[1:-1], cos, strict=True))
+        cosines.update(zip(group.pruned, cos, strict=True))
 
         def decide(*tensors, lam=lam, n=len(cos)):
             good = gates.is_open(joint.plan.gate, tensors[:n], joint.plan.tau)
-            order = gates.times_in_order(_fill(lam, tensors[n:]))
+            order = joint.plan.estimator.usable(_fill(lam, tensors[n:]))
             return good if order is None else good & order
 
         (joint.opens[group.number],) = insert(joint.graph, decide, [*cos, *nodes], "open")
@@ -54,18 +55,24 @@ def _fill(lam: list, tensors: tuple) -> list:
 def _check_positions(joint: Joint, group) -> None:
     first, last = (joint.sites[c].call for c in (group.calls[0], group.calls[-1]))
     what = (
-        f"Group {group.number} (velocity calls {first.index} to {last.index}, {first.where}): its first and last "
-        "time are equal, or a step lies outside of them, so that no interpolation weights exist. Sort the "
-        "timesteps, or use a gate (such a group then goes exact), or weights='index'."
+        f"Group {group.number} (velocity calls {first.index} to {last.index}, {first.where}): two of its times are "
+        "equal, or they neither rise nor fall from step to step, so that no interpolation weights exist. Sort the "
+        "timesteps or use order='time'; if the loss calls the velocity several times per timestep, say lane=2, say; or "
+        "use a gate (such a group then goes exact), or weights='index'."
     )
     lam = joint.positions[group.number]
-    for i, x in enumerate(lam):
-        if isinstance(x, fx.Node):
-            (lam[i],) = insert(joint.graph, lambda t: torch.ops.jagg_fx.checked(t, what), [x], "checked")
+    nodes = [x for x in lam if isinstance(x, fx.Node)]
+
+    def check(*tensors):
+        good = joint.plan.estimator.usable(_fill(lam, tensors))
+        return list(tensors) if good is None else [torch.ops.jagg_fx.checked(t, good, what) for t in tensors]
+
+    checked = iter(insert(joint.graph, check, nodes, "checked") if nodes else ())
+    joint.positions[group.number] = [next(checked) if isinstance(x, fx.Node) else x for x in lam]
 
 
 def _publish(joint: Joint, cosines: dict[int, fx.Node]) -> None:
-    """Put the gates' values into the output that the step reads: per call its cosine, group, and decision."""
+    """Put the gates' values into the output that the step reads: per call its cosine, group, decision, time."""
     slots = joint.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.gates.default)
     for slot in slots:
         calls = slot.args[1]
@@ -74,18 +81,21 @@ def _publish(joint: Joint, cosines: dict[int, fx.Node]) -> None:
         shut = sorted(joint.opens)
 
         def table(v, *tensors, order=order, shut=shut, group_of=group_of, calls=calls):
-            out = torch.full((3, calls), float("nan"), device=v.device)
-            cos = dict(zip(order, tensors, strict=False))
-            opens = dict(zip(shut, tensors[len(order) :], strict=True))
-            nan = out[0, 0]
+            nan = torch.full((), float("nan"), device=v.device)
+            rest = iter(tensors)
+            cos = {c: next(rest) for c in order}
+            opens = {g: next(rest) for g in shut}
+            times = {c: next(rest).to(v.device, torch.float32).mean() for c in joint.sites}
             rows = [
-                [cos.get(c, nan).float() for c in range(calls)],
+                [cos[c].float() if c in cos else torch.full_like(nan, float("inf")) for c in range(calls)],
                 [nan + 0 if c not in group_of else torch.full_like(nan, group_of[c]) for c in range(calls)],
                 [opens[group_of[c]].float() if group_of.get(c) in opens else nan for c in range(calls)],
+                [times.get(c, nan) for c in range(calls)],
             ]
             return torch.stack([torch.stack(row) for row in rows])
 
         inputs = [slot.args[0], *(cosines[c] for c in order), *(joint.opens[g] for g in shut)]
+        inputs += [site.time for site in joint.sites.values()]
         (node,) = insert(joint.graph, table, inputs, "gates")
         slot.replace_all_uses_with(node)
         joint.graph.erase_node(slot)

@@ -61,7 +61,8 @@ def is_region(node: Any) -> bool:
 
 
 def value(node: fx.Node) -> Any:
-    return node.meta["val"]
+    """The example of a node's value: of a joint graph, or of one that Dynamo captured."""
+    return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
 
 
 def body_of(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
@@ -190,6 +191,33 @@ def data_flow(graph: fx.Graph) -> nx.DiGraph:
     flow.add_nodes_from(graph.nodes)
     flow.add_edges_from((i, n) for n in graph.nodes for i in n.all_input_nodes)
     return flow
+
+
+def subgraph(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
+    """Only what these nodes need, as a function of the same inputs."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in nodes))
+    out = fx.GraphModule(gm, graph)
+    out.graph.eliminate_dead_code()
+    out.recompile()
+    return out
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that can be rewritten; bodies of calls are shared, since passes add bodies and change none."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.set_codegen(gm.graph._codegen)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    _torch.keep_sources(copy, gm)
+    return copy
 
 
 def sort(graph: fx.Graph) -> None:

@@ -18,7 +18,7 @@ from .joint import Joint, insert, sort
 
 def run(joint: Joint) -> None:
     for group in joint.groups:
-        if not group.pruned:
+        if not group.pruned or not group.kept:
             continue
         sites = [joint.sites[c] for c in group.calls]
         lam = joint.positions[group.number]
@@ -33,7 +33,7 @@ def run(joint: Joint) -> None:
             def merge(*tensors, n=len(sites), lam=lam, nodes_of=group.nodes):
                 rest = iter(tensors[n:])
                 filled = [next(rest) if isinstance(x, fx.Node) else x for x in lam]
-                rows = joint.plan.estimator.weights(filled)
+                rows = joint.plan.estimator.weights(filled, joint.plan.estimator.slots(n))
                 return [weighted_sum(row, tensors[:n], tensors[j]) for j, row in zip(nodes_of, rows, strict=True)]
 
             for call, node in zip(group.kept, insert(joint.graph, merge, [*own, *nodes], "merged"), strict=True):

@@ -145,7 +145,7 @@ def _mark(gm: fx.GraphModule, segment: Segment, leaves: Sequence[fx.Node], index
         )
     velocity = trained[0]
     with gm.graph.inserting_after(velocity):
-        args = (velocity, segment.time, index, segment.site, segment.where)
+        args = (velocity, segment.time, index, segment.site, segment.where, -1)
         mark = gm.graph.call_function(torch.ops.jagg_fx.call.default, args)
     mark.meta = dict(velocity.meta)
     velocity.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)

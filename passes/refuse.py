@@ -28,10 +28,13 @@ _RANDOM |= {
 }
 
 
+_IN_PLACE = re.compile(r"[a-z0-9_]*[a-z0-9]_|setitem|__i\w+__|i(add|sub|mul|truediv|floordiv|pow|and|or|xor)")
+
+
 def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
     """Raise RefusedError, naming the operation, the module and the line, for the first unsafe operation."""
     for segment in segments:
-        outside = {_storage(example(n)) for n in segment.inputs()} - {None}
+        outside = {storage(example(n)) for n in segment.inputs()} - {None}
         for owner, node in _with_bodies(gm, segment.nodes):
             reason = _random(node) or (owner is gm and _changes(node, outside))
             if reason:
@@ -56,7 +59,7 @@ def _with_bodies(gm: fx.GraphModule, nodes: Sequence[fx.Node]):
 def _random(node: fx.Node) -> str | None:
     if node.op not in ("call_function", "call_method"):
         return None
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = _name(node)
     base = name.split(".")[0].rstrip("_")
     named: dict = {**dict(enumerate(node.args)), **node.kwargs}
     if "dropout" in base:
@@ -73,19 +76,29 @@ def _random(node: fx.Node) -> str | None:
 
 
 def _changes(node: fx.Node, outside: set) -> str | None:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = _name(node)
     named: dict = {**dict(enumerate(node.args)), **node.kwargs}
     if name == "batch_norm" and named.get("training", named.get(5, False)) and named.get(1) is not None:
         return "Batch normalisation is in train mode (it changes its running statistics)"
+    for arg in written(node):
+        if storage(example(arg)) in outside:
+            return f"{_what(arg)} is changed in place ({name})"
+    return None
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node of a captured forward graph changes in place."""
+    named: dict = {**dict(enumerate(node.args)), **node.kwargs}
     changed: list = []
-    if re.fullmatch(r"[a-z0-9_]*[a-z0-9]_|setitem|__i\w+__|i(add|sub|mul|truediv|floordiv|pow|and|or|xor)", name):
+    if _IN_PLACE.fullmatch(_name(node)):
         changed.append(named.get(0))
     changed += [named.get(i) for i in _torch.mutated_arguments(node.target)]
     changed.append(node.kwargs.get("out"))
-    for arg in changed:
-        if isinstance(arg, fx.Node) and _storage(example(arg)) in outside:
-            return f"{_what(arg)} is changed in place ({name})"
-    return None
+    return [x for x in changed if isinstance(x, fx.Node)]
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _what(node: fx.Node) -> str:
@@ -94,7 +107,7 @@ def _what(node: fx.Node) -> str:
     return f"The buffer {found[1]} of shape {shape}" if found else f"An input of shape {shape} ({node.name})"
 
 
-def _storage(value) -> int | None:
+def storage(value) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 

@@ -16,12 +16,12 @@ from .joint import is_region
 from .segments import example
 
 
-def run(gm: fx.GraphModule) -> None:
-    """Raise RefusedError if two calls of one region differ in grad mode, autocast or gradient flags."""
-    looks: dict[object, set] = {}
+def contexts(graph: fx.Graph) -> dict[fx.Node, tuple]:
+    """Grad mode and autocast around every node of a captured forward graph."""
+    found: dict[fx.Node, tuple] = {}
     grad: object = None
     autocast: list[str] = []
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if name == "_set_grad_enabled":
             grad = node.args[0]
@@ -29,9 +29,18 @@ def run(gm: fx.GraphModule) -> None:
             autocast.append(repr(node.args))
         elif name == "_exit_autocast":
             autocast.pop()
-        elif is_region(node):
+        found[node] = (grad in (None, True), tuple(autocast))
+    return found
+
+
+def run(gm: fx.GraphModule) -> None:
+    """Raise RefusedError if two calls of one region differ in grad mode, autocast or gradient flags."""
+    looks: dict[object, set] = {}
+    where = contexts(gm.graph)
+    for node in gm.graph.nodes:
+        if is_region(node):
             flags = tuple(isinstance(v := example(n), torch.Tensor) and v.requires_grad for n in node.args[2:])
-            looks.setdefault(node.args[0].target, set()).add((grad in (None, True), tuple(autocast), flags))
+            looks.setdefault(node.args[0].target, set()).add((where[node], flags))
     for target, found in looks.items():
         if len(found) > 1:
             raise RefusedError(

@@ -69,8 +69,8 @@ def find(gm: fx.GraphModule, named: Sequence[str] = ()) -> list[Segment]:
     marked = from_markers(gm)
     if marked is None and named:
         raise CaptureError(
-            f"velocity={', '.join(named)} was given, but the loss never called it. Give the module or function that the loss "
-            "itself calls, or call it through jagg_fx.velocity(f, z, t)."
+            f"velocity={', '.join(named)} was given, but the loss never called it. Give the module or function "
+            "that the loss itself calls, or call it through jagg_fx.velocity(f, z, t)."
         )
     found = marked if marked is not None else from_module_stack(gm)
     return [s for s in found if any(carries_gradient(n) for n in s.outputs())]

@@ -95,7 +95,7 @@ def test_audit_of_an_exact_estimator_is_zero() -> None:
 def test_stats_tell_open_from_shut() -> None:
     net, zs, ts = example(8)
     step = jagg_fx.transform(loss_fn, W=4, tau=2.0, **EAGER)
-    assert "no gated group" in repr(step.stats)
+    assert "no approximated group" in repr(step.stats)
     step(net, zs, ts).backward()
     assert step.stats.fallback_share == 1.0
     assert [(g.calls, g.open) for g in step.stats.groups] == [((0, 1, 2, 3), False), ((4, 5, 6, 7), False)]

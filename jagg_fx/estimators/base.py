@@ -35,7 +35,7 @@ class Estimator(Protocol):
         """
         ...
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         """C[j][k] for every step k of the group and every node j: those of `nodes`, then the drawn ones."""
         ...
 
@@ -108,7 +108,7 @@ class Base:
     def nodes(self, n: int) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         raise NotImplementedError
 
     def drawn(self, n: int) -> int:
@@ -161,6 +161,12 @@ def lambdas(times: Sequence[Tensor]) -> list[Weight]:
 def index_lambdas(n: int) -> list[Weight]:
     """Positions by index, j / (n - 1): what the probable author code uses in place of the times."""
     return [0.0] if n == 1 else [j / (n - 1) for j in range(n)]
+
+
+def within(lam: Sequence[Weight]) -> Tensor | None:
+    """Whether all positions that are tensors lie between the ends, in any order: drawn steps are dealt."""
+    inner = [((x > 0) & (x < 1)).all() for x in lam if isinstance(x, Tensor)]
+    return torch.stack(inner).all() if inner else None
 
 
 def ascending(lam: Sequence[Weight]) -> Tensor | None:

@@ -38,7 +38,7 @@ class Composite(Base):
     def picks(self, lam: Sequence[Weight], u: Sequence[Tensor]) -> list[Tensor]:
         return self._only().picks(lam, u)
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         return self._only().weights(lam, picks)
 
     def usable(self, lam: Sequence[Weight]) -> Tensor | None:
@@ -160,7 +160,7 @@ class Custom(Base):
         self.__dict__["name"] = type(self.inner).__name__
         self.__dict__.update({a: getattr(self.inner, a) for a in own if hasattr(self.inner, a)})
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         return self.inner.weights(lam, picks) if len(picks) else self.inner.weights(lam)
 
     def variants(self) -> tuple[Estimator, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from .base import Base, Weight, by_row, check_int, check_number, identity, where_picked
+from .base import Base, Weight, by_row, check_int, check_number, identity, where_picked, within
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Exact(Base):
     def nodes(self, n: int) -> tuple[int, ...]:
         return tuple(range(n))
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         return identity(len(lam))
 
     def usable(self, lam: Sequence[Weight]) -> None:
@@ -42,7 +42,7 @@ class Endpoints(Base):
     def nodes(self, n: int) -> tuple[int, ...]:
         return tuple(range(n)) if n <= 2 else (0, n - 1)
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         n = len(lam)
         if n <= 2:
             return identity(n)
@@ -69,7 +69,7 @@ def _interior(lam: Sequence[Weight], u: Tensor) -> Tensor:
     return pick
 
 
-def _correction(lam: Sequence[Weight], pick: Tensor, p: float) -> tuple[list[Weight], list[Weight], list[Weight]]:
+def _correction(lam: Sequence[Weight], pick: Tensor | int, p: float) -> tuple[list[Weight], list[Weight], list[Weight]]:
     """What a drawn step adds to the interior columns of C: at the first, the last and the drawn node.
 
     With h_k = 1 / (p q_k) at k = m and 0 elsewhere: -(1 - lambda_k) h_k, -lambda_k h_k and h_k. Its mean over m
@@ -112,7 +112,7 @@ class Corrected(Base):
     def picks(self, lam: Sequence[Weight], u: Sequence[Tensor]) -> list[Tensor]:
         return [_interior(lam, u[0])] if self._draws(len(lam)) else []
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         if not self._draws(len(lam)):
             return identity(len(lam))
         first, last, own = _correction(lam, picks[0], self.p)
@@ -122,6 +122,10 @@ class Corrected(Base):
             [0.0, *(x + c for x, c in zip(inner, last, strict=True)), 1.0],
             [0.0, *own, 0.0],
         ]
+
+    def usable(self, lam: Sequence[Weight]) -> Tensor | None:
+        """A step at the time of an end is never drawn. The others may be in any order: they are dealt."""
+        return within(lam) if self._draws(len(lam)) else None
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,11 @@ class Correction(Base):
     def picks(self, lam: Sequence[Weight], u: Sequence[Tensor]) -> list[Tensor]:
         return [_interior(lam, u[0])] if len(lam) > 2 else []
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         return [[0.0, *row, 0.0] for row in _correction(lam, picks[0], 1.0)] if len(lam) > 2 else []
+
+    def usable(self, lam: Sequence[Weight]) -> Tensor | None:
+        return within(lam)
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,7 @@ class Subset(Base):
             s[0] + (by_row(x) * len(s)).to(torch.int64).clamp(max=len(s) - 1) for s, x in zip(strata, u, strict=True)
         ]
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         n = len(lam)
         rows: list[list[Weight]] = [[float(j == k) for k in range(n)] for j in self.nodes(n)]
         for stratum, pick in zip(self._random(n), picks, strict=True):
@@ -237,7 +244,7 @@ class Lagrange(Base):
     def nodes(self, n: int) -> tuple[int, ...]:
         return tuple(range(n)) if n <= 3 else (0, self._middle(n), n - 1)
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         n = len(lam)
         if n <= 3:
             return identity(n)

@@ -44,7 +44,7 @@ class Knots(Base):
     def nodes(self, n: int) -> tuple[int, ...]:
         return tuple(sorted({0, n - 1, *range(self.phase, n, self._stride)}))
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         nodes = self.nodes(len(lam))
         rows: list[list[Weight]] = [[0.0] * len(lam) for _ in nodes]
         for j, node in enumerate(nodes):
@@ -97,7 +97,7 @@ class Causal(Base):
         end = {n - 1} if self.last else set()
         return tuple(sorted({0, *range(1, n, self.stride), *end}))
 
-    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor] = ()) -> list[list[Weight]]:
+    def weights(self, lam: Sequence[Weight], picks: Sequence[Tensor | int] = ()) -> list[list[Weight]]:
         nodes = self.nodes(len(lam))
         rows: list[list[Weight]] = [[0.0] * len(lam) for _ in nodes]
         for k, x in enumerate(lam):

@@ -55,7 +55,7 @@ def joint_graph(loss=loss_fn, *args, **options) -> fx.GraphModule:
     seen: list[fx.GraphModule] = []
 
     class Catch(Backend):
-        def _compile(self, gm, inputs):
+        def _compile(self, gm, inputs, plan):
             _torch.compile_eager(gm, inputs, lambda joint: None, lambda joint, *_: seen.append(joint))
             raise _Seen
 

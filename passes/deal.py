@@ -1,0 +1,311 @@
+"""Deal the inputs of the calls to other calls, by a permutation that is known at run time only.
+
+Two needs, one tool: calls that are not in the order of time (`order="time"`), and estimators whose nodes are drawn
+anew each step. Where the inputs of the T calls of a lane are dealt to the slots of that lane, the node that a draw
+names always sits in the same slot: the passes after this one then know fixed slots alone, and a drawn step costs no
+forward more than a fixed one.
+
+Assumes: a captured forward graph whose calls were outlined. Leaves: every dealt call fed from a stack of the lane's
+inputs, its mark with the dealt time and the number of its lane, and readers of the velocities reading them in the
+order of the loss again. Autograd turns all of it around for the cotangents. Times of shape () give one permutation
+for the batch; times per row one for each row, which needs a network that treats the rows independently: `rows_mix`
+checks that, on the first batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from jagg_fx import _torch
+from jagg_fx.dealing import permutation, taken
+from jagg_fx.errors import RefusedError
+from jagg_fx.gates import row_shape
+from jagg_fx.plan import Call, Plan
+
+from .joint import data_flow, expressions, insert, subgraph, value
+from .refuse import storage, written
+from .regions import contexts
+from .segments import carries_gradient
+
+
+@dataclass
+class Dealt:
+    """What the step must know: the shape of the uniforms that it hands in, and rows to be checked."""
+
+    draws: tuple[int, int] | None = None  # (numbers, rows): the shape of the uniforms, if any are drawn
+    checks: list[Callable[..., bool]] = field(default_factory=list)  # `rows_mix` of each lane that is dealt by row
+
+
+def run(gm: fx.GraphModule, plan: Plan) -> Dealt:
+    """Deal where the plan asks for it. Raises RefusedError where the inputs cannot change places."""
+    graph = gm.graph
+    marks = graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
+    marks = [m for m in marks if carries_gradient(m)]
+    by_index = {m.args[2]: m for m in marks}
+    drawn = plan.estimator.drawn
+    lanes = [[by_index[i] for i in lane] for lane in plan.lanes(_calls(graph, marks))]
+    counts = [sum(drawn(len(g)) for g in plan.cut(lane)) for lane in lanes]
+    dealt = [(lane, n) for lane, n in zip(lanes, counts, strict=True) if n or (plan.order == "time" and len(lane) > 2)]
+    if not dealt:
+        return Dealt()
+    order, number = {n: i for i, n in enumerate(graph.nodes)}, expressions(graph)
+    positions = [_differing(lane, number) for lane, _ in dealt]
+    by_row = [_by_row(lane, number) for lane, _ in dealt]
+    _refuse_writes(graph, [lane for lane, _ in dealt], positions)
+    found = Dealt()
+    for own, (lane, _) in zip(by_row, dealt, strict=True):
+        if own:
+            found.checks.append(rows_mix(gm, lane[0], lane[1]))
+    total = sum(n for _, n in dealt)
+    u: list[fx.Node] = []
+    if total:
+        rows = [value(lane[0]).shape[0] for own, (lane, _) in zip(by_row, dealt, strict=True) if own]
+        found.draws = (total, max(rows, default=1))
+        uniforms = _placeholder(graph, found.draws, value(marks[0]))
+        u = insert(graph, lambda x: list(x.unbind(0)), [uniforms], "uniform")
+    made: list[fx.Node] = []
+    for i, (lane, n) in enumerate(dealt):
+        made += _deal(graph, plan, lane, i, by_row[i], positions[i], u[:n])
+        u = u[n:]
+    _hoist(graph, made, [lane for lane, _ in dealt], order)
+    graph.lint()
+    gm.recompile()
+    return found
+
+
+def _calls(graph: fx.Graph, marks: Sequence[fx.Node]) -> list[Call]:
+    """The calls as the plan sees them: by their network, time and body."""
+    number = expressions(graph)
+    trained = {m: {number[n] for n in _operands(m) if carries_gradient(n)} for m in marks}
+    shared = {n for m in marks for n in trained[m] if sum(n in t for t in trained.values()) > 1}
+
+    def call(mark: Any) -> Call:
+        _, time, index, site, where, _ = mark.args
+        return Call(index, site, number[time], where, _body(mark), frozenset(trained[mark] & shared))
+
+    return list(map(call, marks))
+
+
+def _body(mark: fx.Node) -> str:
+    return _region(mark).args[0].target  # type: ignore[union-attr, return-value]
+
+
+def _region(mark: fx.Node) -> fx.Node:
+    return mark.args[0].args[0]  # type: ignore[union-attr, return-value]
+
+
+def _operands(mark: fx.Node) -> list[fx.Node]:
+    return [a for a in _region(mark).args[2:] if isinstance(a, fx.Node)]
+
+
+def _by_row(lane: Sequence[fx.Node], number: dict) -> bool:
+    """Whether the calls of a lane are dealt row by row. Refuses what can be dealt neither so nor as a whole."""
+    batch = tuple(value(lane[0]).shape[:1])
+    shapes = {row_shape(value(m.args[1])) for m in lane}
+    by_row = shapes == {batch} and batch not in ((), (1,))
+    if not by_row and not all(value(m.args[1]).numel() == 1 for m in lane):
+        raise RefusedError(
+            f"The times of the velocity call at {lane[0].args[4]} have shape {tuple(value(lane[0].args[1]).shape)}: "  # type: ignore[arg-type]
+            "the calls can be put into another order for the whole batch (a time of shape ()) or row by row (a time of "
+            f"shape {batch}). Give such a time, or use order='call' and an estimator that draws no steps."
+        )
+    for position in _differing(lane, number):
+        for operand in (_region(m).args[position] for m in lane):
+            v = value(operand) if isinstance(operand, fx.Node) else None
+            what = f"Input {position - 2} of the velocity call at {lane[0].args[4]} differs between calls"
+            if not isinstance(v, Tensor):
+                raise RefusedError(f"{what} and is no tensor ({operand}), so it cannot change places. Pass a tensor.")
+            if carries_gradient(operand):
+                raise RefusedError(
+                    f"{what} and carries gradient. Calls stand in for each other, so this gradient would be lost. "
+                    "Detach it, or compute it once before the loop, so that all calls share it."
+                )
+            if by_row and tuple(v.shape[:1]) != batch:
+                raise RefusedError(
+                    f"{what} and has shape {tuple(v.shape)}, while times are per row: rows that change places need a "
+                    f"first dimension of {batch[0]} in every such input. Expand it, or give one time for the batch."
+                )
+    return by_row
+
+
+def _differing(lane: Sequence[fx.Node], number: dict) -> list[int]:
+    """Positions of the inputs that are not one and the same for all calls."""
+    regions = [_region(m) for m in lane]
+    if len({(_body(m), len(_region(m).args)) for m in lane}) > 1:
+        raise RefusedError(
+            f"The velocity calls from {lane[0].args[4]} on differ in the shapes or dtypes of their inputs, so they "
+            "cannot change places. Make them alike, or use order='call' and an estimator that draws no steps."
+        )
+    return [
+        p
+        for p in range(2, len(regions[0].args))
+        if len({number[r.args[p]] if isinstance(r.args[p], fx.Node) else repr(r.args[p]) for r in regions}) > 1
+    ]
+
+
+def _move(graph: fx.Graph, index: fx.Node, nodes: Sequence[fx.Node], name: str) -> list[fx.Node]:
+    """The tensors of these nodes, each in the place of the one that `index` names for it."""
+
+    def move(index: Tensor, *tensors: Tensor) -> list[Tensor]:
+        stack = torch.stack(tensors)
+        return [taken(stack, index[j]) for j in range(len(tensors))]
+
+    return insert(graph, move, [index, *nodes], name)
+
+
+def _deal(
+    graph: fx.Graph, plan: Plan, lane: Sequence[fx.Node], name: int, by_row: bool, positions: Sequence[int], u: list
+) -> list[fx.Node]:
+    """Deal one lane. Returns the velocities in the order of the loss."""
+
+    def find(*tensors: Tensor) -> list[Tensor]:
+        shape = tensors[0].shape[:1] if by_row else ()
+        times, draws = tensors[: len(lane)], tensors[len(lane) :]
+        return list(permutation(plan, [t.reshape(shape) for t in times], [_rows(x, sum(shape)) for x in draws]))
+
+    order, inverse = insert(graph, find, [*(m.args[1] for m in lane), *u], "deal")
+    regions = [_region(m) for m in lane]
+    times: list[Any] = [m.args[1] for m in lane]
+    for mark, time in zip(lane, _move(graph, order, times, "time"), strict=True):
+        mark.update_arg(1, time)
+        mark.update_arg(5, name)
+    for position in positions:
+        own: list[Any] = [r.args[position] for r in regions]
+        for region, x in zip(regions, _move(graph, order, own, "dealt"), strict=True):
+            region.update_arg(position, x)
+    back: list[fx.Node] = []
+    for outputs in [lane, *_other_outputs(lane)]:
+        moved = _move(graph, inverse, outputs, "velocity")
+        inside = _between(outputs, moved)
+
+        def outside(user: fx.Node, inside: set = inside) -> bool:
+            return user not in inside
+
+        for old, new in zip(outputs, moved, strict=True):
+            new.meta["example_value"] = old.meta.get("example_value", old.meta.get("val"))
+            old.replace_all_uses_with(new, delete_user_cb=outside)
+        back += moved
+    return back
+
+
+def _rows(x: Tensor, rows: int) -> Tensor:
+    return x[:rows] if rows else x.reshape(-1)[0]
+
+
+def _between(start: Sequence[fx.Node], end: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes through which `start` reaches `end`."""
+    found, todo = set(end), list(end)
+    while todo:
+        for n in todo.pop().all_input_nodes:
+            if n not in found and n not in start:
+                found.add(n)
+                todo.append(n)
+    return found
+
+
+def _other_outputs(lane: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """What the loss reads of a call besides its velocity, by position: it must come back in order too."""
+    by_position: dict[int, dict[fx.Node, fx.Node]] = {}
+    for mark in lane:
+        for user in list(_region(mark).users):
+            if user.target is operator.getitem and user is not mark.args[0]:
+                by_position.setdefault(user.args[1], {})[mark] = user  # type: ignore[index]
+    for found in by_position.values():
+        if len(found) < len(lane):
+            raise RefusedError(
+                f"The loss reads an output of some of the velocity calls from {lane[0].args[4]} on, and not of the "
+                "others, so their outputs cannot be put back in order. Read it of every call, or of none."
+            )
+    return [[found[m] for m in lane] for found in by_position.values()]
+
+
+def _placeholder(graph: fx.Graph, shape: tuple[int, ...], like: Tensor) -> fx.Node:
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder("jagg_uniforms")
+    _torch.without_source(node)
+    node.meta["example_value"] = _torch.example_input(shape, [like])
+    return node
+
+
+def _hoist(graph: fx.Graph, made: Sequence[fx.Node], lanes: Sequence[Sequence[fx.Node]], order: dict) -> None:
+    """Move all calls of the dealt lanes, and what they need, to the place of the first of them."""
+    first = min((_region(m) for lane in lanes for m in lane), key=order.__getitem__)
+    flow = data_flow(graph)
+    needed = set(made) | {a for m in made for a in nx.ancestors(flow, m)}
+    needed = {n for n in needed if order.get(n, len(order)) >= order[first] and n.op != "placeholder"}
+    where = contexts(graph)
+    try:
+        sorted_ = list(nx.lexicographical_topological_sort(flow.subgraph(needed), lambda n: order.get(n, len(order))))
+    except nx.NetworkXUnfeasible:
+        raise RefusedError(
+            f"An input of a velocity call is computed from another call's velocity ({lanes[0][0].args[4]}), so the "
+            "calls cannot change places. Use stored states, or order='call' and an estimator that draws no steps."
+        ) from None
+    strayed = [n for n in needed if n in order and where[n] != where[first]]
+    if strayed:
+        raise RefusedError(
+            f"The velocity calls from {lanes[0][0].args[4]} on, and what they read, are made under different grad "
+            f"modes or autocast ({strayed[0].name}), so they cannot change places. Put one context around all of them."
+        )
+    cursor = first.prev
+    while cursor in needed:
+        cursor = cursor.prev
+    for node in sorted_:
+        cursor.append(node)
+        cursor = node
+
+
+def _refuse_writes(graph: fx.Graph, lanes: Sequence[Sequence[fx.Node]], positions: Sequence[Sequence[int]]) -> None:
+    """An input that is changed in place between two calls has another value where it is stacked."""
+    read = {
+        storage(value(n))
+        for lane, own in zip(lanes, positions, strict=True)
+        for m in lane
+        for n in [m.args[1], *(_region(m).args[p] for p in own)]
+    } - {None}
+    for node in graph.nodes:
+        for changed in written(node):
+            if storage(value(changed)) in read:
+                raise RefusedError(
+                    f"An input of the velocity calls ({changed.name}) is changed in place in the loss, so the calls "
+                    "cannot change places. Make a new tensor in place of changing it, or use order='call' and an "
+                    "estimator that draws no steps."
+                )
+
+
+def rows_mix(gm: fx.GraphModule, mark: fx.Node, other: fx.Node) -> Callable[..., bool]:
+    """A check on real inputs of the graph: does one row of a call's velocity depend on other rows' inputs?
+
+    Runs the body on the inputs of one call, of another, and of a batch with every other row from either.
+    """
+    body = getattr(gm, _body(mark))
+    output = mark.args[0].args[1]  # type: ignore[union-attr]
+    operands = [list(_region(m).args[2:]) for m in (mark, other)]
+    find = subgraph(gm, [n for n in operands[0] + operands[1] if isinstance(n, fx.Node)])
+
+    def mix(*args: Any) -> bool:
+        with torch.no_grad():
+            found = iter(find(*args))
+            a, b = ([next(found) if isinstance(n, fx.Node) else n for n in own] for own in operands)
+            va, vb = body(*a)[output], body(*b)[output]
+            first = torch.arange(va.shape[0], device=va.device) % 2 == 0
+            own = [x if x is y or not isinstance(x, Tensor) or p is q else _mixed(first, x, y)
+                   for x, y, p, q in zip(a, b, *operands, strict=True)]  # fmt: skip
+            wide = _mixed(first, va, vb).double() - body(*own)[output].double()
+            size = torch.maximum(va.double().abs().max(), vb.double().abs().max())
+            loose = 1e-4 if va.dtype in (torch.float32, torch.float64) else 5e-2
+            return bool(wide.abs().max() > loose * size)
+
+    return mix
+
+
+def _mixed(first: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(first.reshape(-1, *(1 for _ in a.shape[1:])), a, b)
