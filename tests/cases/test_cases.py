@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,10 +34,12 @@ from ..losses import (
     Affine,
     Case,
     Conv,
+    LoRALinear,
     Returns,
     Tied,
     clipped,
     coupled,
+    embed,
     flow_sde,
     frozen_first,
     gaussian_logp,
@@ -223,6 +226,7 @@ EQUAL = {
     "endpoints equal": torch.tensor([0.5, 0.6, 0.7, 0.5], dtype=D),
     "first group of two": torch.tensor([0.5, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1], dtype=D),
     "one row": torch.tensor([[0.9, 0.5], [0.8, 0.5], [0.7, 0.5], [0.6, 0.5]], dtype=D),
+    "one row, second group": torch.stack([grid(8), torch.tensor([0.9, 0.8, 0.7, 0.6, *[0.5] * 4], dtype=D)], dim=1),
 }
 
 
@@ -408,16 +412,17 @@ def test_c07_the_detached_lane_gets_no_backward(detach: str) -> None:
     assert matmuls(lambda: step.grad_and_value(case.net, *case.args)) == 16 + backwards(8, 4)
 
 
-@pytest.mark.parametrize("how", ["clone", "other tensor"])
-@pytest.mark.xfail(reason="lanes are told by the tensor of the time, not yet by its value")
+@pytest.mark.parametrize("how", ["clone", "other tensor", "Python number"])
 def test_c07_equal_times_in_other_tensors(how: str) -> None:
     """The second lane's times are equal in value only: its own lane, or exact, or refused, but never mixed."""
 
     def core(velocity, zs, ts, cs, more):
         total = zs.new_zeros(())
         for k in range(zs.shape[0]):
-            t = ts[k].clone() if how == "clone" else more[k]
-            v, free = velocity(zs[k], ts[k]), velocity(-zs[k], t)
+            t, again = ts[k], ts[k].clone() if how == "clone" else more[k]
+            if how == "Python number":
+                t, again = (torch.tensor(0.9 - 0.1 * k, dtype=D) for _ in range(2))
+            v, free = velocity(zs[k], t), velocity(-zs[k], again)
             total = total + ((free + 3.0 * (v - free) - cs[k]) ** 2).mean()
         return total
 
@@ -425,6 +430,23 @@ def test_c07_equal_times_in_other_tensors(how: str) -> None:
     case = with_core(plain, core, plain.args[1].clone())
     wants = [wanted(case, W=3, lanes=lambda k: k % 2), exact(case)]
     right_or_refused(case, wants, r"(?i)time|lane", "net", W=3, gate=None)
+
+
+@pytest.mark.parametrize("options", [{"gate": None}, {"tau": -2.0}], ids=str)
+def test_c07_each_call_makes_its_own_time(options: dict) -> None:
+    """One time per row, expanded anew for each call: equal by how it is computed."""
+
+    def core(velocity, zs, ts, cs):
+        total = zs.new_zeros(())
+        for k in range(zs.shape[0]):
+            v = velocity(zs[k], 1000 * ts[k].expand(3))
+            free = velocity(-zs[k], 1000 * ts[k].expand(3)).detach()
+            total = total + ((free + 3.0 * (v - free) - cs[k]) ** 2).mean()
+        return total
+
+    case = simple_case(core, net=MLP(4, scale=1000.0), T=6, noise=0.3)
+    gate = {"gate": "cosine", **options} if "tau" in options else {}
+    check(run(case, "net", W=3, **options), wanted(case, W=3, lanes=lambda k: k % 2, **gate), 1e-10, 1e-12)
 
 
 def test_c07_the_detached_lane_first() -> None:
@@ -532,6 +554,39 @@ def test_c08_a_frozen_reference_network() -> None:
 
     case = simple_case(core, T=5, noise=0.3)
     check(run(case, W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
+class Adapted(nn.Module):
+    """An adapter with a switch, as peft's disable_adapter flips one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.adapter, self.on = MLP(4).requires_grad_(False), nn.Linear(4, 4), True
+
+    def forward(self, z, t):
+        v = self.net(z, t)
+        return v + self.adapter(torch.tanh(v)) if self.on else v
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_c08_adapters_switched_off_for_the_reference(style: str) -> None:
+    net = Adapted()
+
+    def core(velocity, zs, ts, cs):
+        owner = velocity if isinstance(velocity, Adapted) else net
+        total = zs.new_zeros(())
+        for k in range(zs.shape[0]):
+            v = velocity(zs[k], ts[k])
+            owner.on = False
+            with torch.no_grad():
+                ref = velocity(zs[k], ts[k])
+            owner.on = True
+            total = total + ((v - cs[k]) ** 2).mean() + 0.1 * ((v - ref) ** 2).mean()
+        return total
+
+    case = simple_case(core, net=net, T=5, noise=0.3)
+    check(run(case, style, W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+    assert net.on
 
 
 def test_c08_reference_parameters_through_functional_call() -> None:
@@ -664,21 +719,20 @@ def test_c11_one_tensor_in_two_slots(style: str) -> None:
 
 
 def test_c11_slots_shared_in_other_ways() -> None:
-    """The same number of inputs, each call's slots wired otherwise: one body cannot serve both."""
+    """The same inputs, read first in the same places, but wired otherwise: one body cannot serve both."""
 
     class ThreeSlots(nn.Module):
         def __init__(self):
             super().__init__()
-            self.net, self.last = TwoSlots(4), nn.Linear(4, 4)
+            self.net = TwoSlots(4)
 
         def forward(self, z, a, b, t):
-            return self.net(z, a, t) + torch.tanh(self.last(b))
+            return self.net(z + torch.sin(a), b, t)
 
     def core(velocity, zs, ts, cs):
         total = zs.new_zeros(())
         for k, (z, t, c) in enumerate(zip(zs, ts, cs, strict=True)):
-            v = velocity(z, z, c, t) if k % 2 else velocity(z, c, c, t)
-            total = total + (v * c).sum()
+            total = total + (velocity(z, c, z if k % 2 else c, t) * c).sum()
         return total
 
     case = simple_case(core, net=ThreeSlots(), T=6, noise=0.3)
@@ -694,6 +748,20 @@ def test_c11_the_state_is_a_condition_of_some_calls_only() -> None:
 
     case = simple_case(core, net=TwoSlots(4), T=6, noise=0.3)
     check(run(case, W=4, gate=None), wanted(case, W=4, time=2), 1e-10, 1e-12)
+
+
+@pytest.mark.xfail(reason="calls whose slots are shared otherwise are grouped apart")
+def test_c11_the_first_frame_is_a_condition_of_all_calls() -> None:
+    """net(z0, z0), then net(z_k, z0): W consecutive steps all the same."""
+
+    def core(velocity, zs, ts, cs):
+        first, total = zs[0], zs.new_zeros(())
+        for k in range(zs.shape[0]):
+            total = total + (velocity(zs[k] if k else first, first, ts[k]) * cs[k]).sum()
+        return total
+
+    case = simple_case(core, net=TwoSlots(4), T=8, noise=0.3)
+    right_or_refused(case, [wanted(case, W=4, time=2)], r"(?i)slot|argument|input", W=4, gate=None)
 
 
 def test_c11_one_state_for_all_calls() -> None:
@@ -763,6 +831,18 @@ def test_c12_overlapping_views_of_one_buffer(how: str, gate: str | None) -> None
         check(run(case, W=4, tau=1.5), exact(case), 1e-10, 1e-12)
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_c12_velocities_written_into_one_buffer(style: str) -> None:
+    def core(velocity, zs, ts, cs):
+        buffer = torch.zeros_like(zs)
+        for k in range(zs.shape[0]):
+            buffer[k] = velocity(zs[k], ts[k])
+        return ((buffer[:-1] - buffer[1:] - cs[1:]) ** 2).mean()
+
+    case = simple_case(core, T=6, noise=0.3)
+    check(run(case, style, W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
 # --------------------------------------------------------------------------------------------- C13 to C18
 
 
@@ -778,7 +858,28 @@ class Partly(nn.Module):
         return self.net(z * self.middle, t)
 
 
-NETS = {"tied": lambda: Tied(4), "frozen": lambda: frozen_first(4), "lora": lambda: lora(4), "partly": Partly}
+class TiedAdapters(nn.Module):
+    """Frozen ends, and one LoRA layer, its base and its adapter, used twice under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(7, 16).requires_grad_(False), nn.Linear(16, 4).requires_grad_(False)
+        self.first, self.second = LoRALinear(nn.Linear(16, 16)), LoRALinear(nn.Linear(16, 16))
+        self.second.down, self.second.up = self.first.down, self.first.up
+        self.second.base.weight = self.first.base.weight
+
+    def forward(self, z, t):
+        h = torch.tanh(self.into(torch.cat([z, embed(t, z)], dim=1)))
+        return self.out(torch.tanh(self.second(torch.tanh(self.first(h)))))
+
+
+NETS = {
+    "tied": lambda: Tied(4),
+    "frozen": lambda: frozen_first(4),
+    "lora": lambda: lora(4),
+    "partly": Partly,
+    "tied lora": TiedAdapters,
+}
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -796,7 +897,7 @@ def test_c13_tied_frozen_adapted(name: str, style: str) -> None:
         assert {k for k, g in got.grads.items() if g is None} == none | frozen
 
 
-@pytest.mark.parametrize("name", ["tied", "lora"])
+@pytest.mark.parametrize("name", ["tied", "lora", "tied lora"])
 def test_c13_with_a_shut_gate(name: str) -> None:
     case = simple_case(coupled, net=NETS[name](), T=4, noise=0.3)
     check(run(case, "net", W=4, tau=1.5), exact(case), 1e-10, 1e-12)
@@ -809,6 +910,30 @@ def test_c13_frozen_parameters_among_the_params() -> None:
     jagg_fx.transform(case.loss("params"), W=4, gate=None, **EAGER)(params, *case.args).backward()
     assert params["layers.0.weight"].grad is None
     assert relative_error({k: p.grad for k, p in params.items()}, wanted(case, W=4).grads) < 1e-10
+
+
+@pytest.mark.xfail(reason="each name gets a tensor of its own, and functional_call refuses two for a tied weight")
+def test_c13_a_tied_weight_under_both_names() -> None:
+    """As named_parameters(remove_duplicate=False) gives it: one leaf, named twice."""
+    case = simple_case(coupled, net=Tied(4), T=5, noise=0.3)
+    leaf: dict = {}
+    named = case.net.named_parameters(remove_duplicate=False)
+    params = {k: leaf.setdefault(id(p), p.detach().clone().requires_grad_()) for k, p in named}
+    jagg_fx.transform(case.loss("params"), W=4, gate=None, **EAGER)(params, *case.args).backward()
+    want = wanted(case, W=4).grads
+    assert relative_error({k: params[k].grad for k in want}, want) < 1e-10
+
+
+def test_c13_what_trains_changes_between_steps() -> None:
+    case = simple_case(quadratic, T=5, noise=0.3)
+    step = jagg_fx.transform(case.loss("net"), W=4, gate=None, **EAGER)
+    for frozen in ([], ["layers.0"], ["layers", "out.bias"], []):
+        for name, p in case.net.named_parameters():
+            p.requires_grad_(not name.startswith(tuple(frozen)))
+        grads, _ = step.grad_and_value(case.net, *case.args)
+        want = wanted(case, W=4).grads
+        assert {k for k, g in grads.items() if g is not None} == want.keys()
+        assert relative_error(grads, want) < 1e-10, frozen
 
 
 class Counter(nn.Module):
@@ -868,16 +993,47 @@ MUTATING = {
 @pytest.mark.parametrize("name", MUTATING)
 def test_c14_mutated_state_is_refused(name: str, style: str) -> None:
     case = simple_case(quadratic, net=MUTATING[name](), T=4)
-    refused(case, r"(?i)buffer|mutat|in.?place|running", style, W=4)
+    text = refused(case, r"is changed in place|changes its running statistics", style, W=4)  # our words, not torch's
+    assert re.search(r"\.py:\d+", text), text
 
 
-def test_c14_a_refused_call_has_not_run() -> None:
+_COUNTS = pytest.mark.xfail(reason="the run without data adds to a buffer that is a single number")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["running mean", "in place", pytest.param("counter", marks=_COUNTS), pytest.param("BatchNorm", marks=_COUNTS)],
+)
+def test_c14_a_refused_call_has_not_run(name: str) -> None:
     """No half of a step is left behind in the buffers or in the data."""
-    case = simple_case(quadratic, net=RunningMean(), T=4)
+    case = simple_case(quadratic, net=MUTATING[name](), T=4)
+    before = copy.deepcopy((case.net.state_dict(), case.args))
     step = jagg_fx.transform(case.loss("net"), W=4, **EAGER)
     with pytest.raises(jagg_fx.JaggError):
         step(case.net, *case.args)
-    assert not case.net.mean.any()
+    for k, x in case.net.state_dict().items():
+        assert torch.equal(x, before[0][k]), k
+    assert torch.equal(case.args[0], before[1][0])
+
+
+@pytest.mark.parametrize("kind", ["no running statistics", "eval"])
+def test_c14_norms_that_change_nothing_pass(kind: str) -> None:
+    net = batch_norm()
+    net.norm = nn.BatchNorm1d(4, track_running_stats=kind == "eval").train(kind != "eval")
+    case = simple_case(quadratic, net=net, T=5, noise=0.3)
+    check(run(case, "net", W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
+def test_c14_inside_a_checkpoint() -> None:
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = batch_norm()
+
+        def forward(self, z, t):
+            return checkpoint(self.net, z, t, use_reentrant=False)
+
+    refused(simple_case(quadratic, net=Net(), T=4), r"(?i)buffer|mutat|running", "net", W=4)
 
 
 def random_net(kind: str) -> nn.Module:
@@ -899,13 +1055,28 @@ def random_net(kind: str) -> nn.Module:
                 return h * torch.rand_like(h)
             if kind == "bernoulli":
                 return h * torch.bernoulli(torch.full_like(h, 0.5))
+            if kind == "in a checkpoint":
+                return checkpoint(lambda x: nn.functional.dropout(x, 0.5), h, use_reentrant=False)
+            if kind == "gumbel":
+                return h * nn.functional.gumbel_softmax(h.detach())
+            if kind.endswith("_"):
+                noise = torch.empty_like(h)
+                return h * (noise.geometric_(0.5) if kind == "geometric_" else getattr(noise, kind)())
             return h
 
     return Net()
 
 
-@pytest.mark.parametrize("kind", ["module", "function", "rand", "bernoulli"])
-@pytest.mark.parametrize("options", [{"W": 4, "tau": 1.5}, {"W": 2}], ids=str)
+_IN_PLACE = pytest.mark.xfail(reason="noise drawn by a method that fills a tensor is not looked for")
+_FILLED = ["uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "gumbel"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["module", "function", "rand", "bernoulli", "in a checkpoint", "normal_"]
+    + [pytest.param(kind, marks=_IN_PLACE) for kind in _FILLED],
+)
+@pytest.mark.parametrize("options", [{"W": 4, "tau": 1.5}], ids=str)
 def test_c15_randomness_is_refused_or_replayed(kind: str, options: dict) -> None:
     case = simple_case(linear, net=random_net(kind), T=4)
     try:
@@ -980,9 +1151,9 @@ def test_c16_the_cache_is_told_every_setting() -> None:
     """What changes a graph changes the key under which compiled code is kept."""
     settings = [{}, {"W": 5}, {"tau": 0.9}, {"gate": None}, {"gate": "cosine-mean"}, {"weights": "index"}]
     settings += [{"estimator": "exact"}]
-    keys = [cache_key(check_options(**s)) for s in settings]
+    keys = [cache_key(check_options(**s).plan) for s in settings]
     assert len(set(keys)) == len(settings)
-    assert keys[0] == cache_key(check_options(compiler="eager", time=1))
+    assert keys[0] == cache_key(check_options(compiler="eager", time=1).plan)
 
 
 @pytest.mark.parametrize("kind", ["list", "closure", "numpy", "float"])
@@ -1236,6 +1407,38 @@ def test_c22_checkpoint_around_the_call(style: str) -> None:
     check(run(with_core(plain, core), style, W=4, gate=None), wanted(plain, W=4), 1e-10, 1e-12)
 
 
+@pytest.mark.xfail(reason="the loss term, which is what the checkpoint returns, is taken for the velocity")
+def test_c22_checkpoint_around_a_whole_step() -> None:
+    """The velocity and its loss term are one operation of the graph: split, or refused."""
+
+    def core(velocity, zs, ts, cs):
+        total = zs.new_zeros(())
+        for k in range(zs.shape[0]):
+
+            def term(z, t, c=cs[k]):
+                return ((velocity(z, t) - c) ** 2).mean()
+
+            total = total + checkpoint(term, zs[k], ts[k], use_reentrant=False)
+        return total / zs.shape[0]
+
+    plain = simple_case(quadratic, T=5, noise=0.3)
+    right_or_refused(with_core(plain, core), [wanted(plain, W=4)], r"(?i)checkpoint|operator", W=4, gate=None)
+
+
+def test_c22_a_checkpoint_around_two_calls() -> None:
+    def core(velocity, zs, ts, cs):
+        total = zs.new_zeros(())
+        for k in range(zs.shape[0]):
+
+            def guided(z, t):
+                return 3 * velocity(z, t) - 2 * velocity(-z, t)
+
+            total = total + ((checkpoint(guided, zs[k], ts[k], use_reentrant=False) - cs[k]) ** 2).mean()
+        return total
+
+    refused(simple_case(core, T=5), r"holds 2 calls", W=4)
+
+
 @pytest.mark.parametrize(
     ("kind", "style"),
     [("sample", "net"), ("sample", "params"), ("namedtuple", "net"), ("tuple", "params"), ("dict", "net")],
@@ -1246,6 +1449,31 @@ def test_c23_wrapped_outputs(kind: str, style: str) -> None:
 
     plain = simple_case(quadratic, T=5, noise=0.3)
     case = Case(Returns(plain.net, kind), core, plain.args)
+    check(run(case, style, W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
+class Output(OrderedDict):
+    """A dict whose entries are attributes too, as model outputs are."""
+
+    @property
+    def sample(self):
+        return self["sample"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_c23_a_dict_with_attributes(style: str) -> None:
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = MLP(4)
+
+        def forward(self, z, t):
+            return Output(sample=self.net(z, t))
+
+    def core(velocity, zs, ts, cs):
+        return quadratic(lambda z, t: velocity(z, t).sample, zs, ts, cs)
+
+    case = simple_case(core, net=Net(), T=5, noise=0.3)
     check(run(case, style, W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
 
 
@@ -1316,17 +1544,19 @@ def test_c24_a_rollout_inside_the_loss_is_fine_when_detached(how: str) -> None:
     check(run(case, W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
 
 
+@pytest.mark.parametrize("options", [{"gate": None}, {"tau": 1.5}], ids=str)
 @pytest.mark.parametrize("style", STYLES)
-def test_c25_old_log_probs_require_grad(style: str) -> None:
-    """They get a gradient of their own, as in eager autograd, and change nothing else."""
+def test_c25_old_log_probs_require_grad(style: str, options: dict) -> None:
+    """They get a gradient of their own, as in eager autograd, and change nothing else. So do advantages."""
     case = grpo_case(T=4)
     traj, sigmas, old, adv, v_ref = case.args
-    old = old.clone().requires_grad_()
+    old, adv = old.clone().requires_grad_(), adv.clone().requires_grad_()
     case = Case(case.net, case.core, (traj, sigmas, old, adv, v_ref))
-    (want_old,) = torch.autograd.grad(case.core(case.net, *case.args), [old])
-    got = run(case, style, "backward", W=4, gate=None)
-    check(got, wanted(case, W=4), 1e-10, 1e-12)
+    want_old, want_adv = torch.autograd.grad(case.core(case.net, *case.args), [old, adv])
+    got = run(case, style, "backward", W=4, **options)
+    check(got, exact(case) if "tau" in options else wanted(case, W=4), 1e-10, 1e-12)
     torch.testing.assert_close(old.grad, want_old, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(adv.grad, want_adv, rtol=1e-10, atol=1e-12)
 
 
 def test_c25_old_log_probs_with_a_graph_of_their_own() -> None:
