@@ -43,6 +43,13 @@ def example_input(shape: Sequence[int], inputs: Sequence[Any]) -> torch.Tensor:
         return torch.empty(tuple(shape), device=device)
 
 
+def real_tensors() -> Any:
+    """A context in which tensors have data, for a computation in the middle of a trace."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def without_source(placeholder: fx.Node) -> None:
     """Mark an input that no value of the user's stands behind: AOTAutograd asks Dynamo's inputs for their source."""
     placeholder._dynamo_source = None  # type: ignore[attr-defined]

@@ -148,7 +148,7 @@ def _run(joint: Joint, args: Sequence[Tensor]) -> tuple[list[dict], list[dict], 
         exact, estimate = [], []
         for group in joint.groups:
             exact.append(_gradients(joint, group, env, group.calls, {}))
-            estimate.append(_gradients(joint, group, env, group.kept, joint.merged) if group.pruned else exact[-1])
+            estimate.append(_gradients(joint, group, env, group.kept, joint.merged) if not group.exact else exact[-1])
     return exact, estimate, joint, env
 
 

@@ -35,6 +35,7 @@ class Group:
     number: int
     calls: tuple[int, ...]
     nodes: tuple[int, ...]  # positions in `calls` that keep their backward
+    exact: bool = False  # every call keeps its own cotangent
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -104,5 +105,8 @@ class Plan:
     def groups(self, calls: Sequence[Call]) -> list[Group]:
         """The groups of all lanes. Drawn steps sit in fixed slots by now (`passes/deal.py`)."""
         cut = [group for lane in self.lanes(calls) for group in self.cut(lane)]
-        nodes = [(*self.estimator.nodes(len(c)), *self.estimator.slots(len(c))) for c in cut]
-        return [Group(i, c, n) for i, (c, n) in enumerate(zip(cut, nodes, strict=True))]
+        e = self.estimator
+        return [
+            Group(i, c, (*e.nodes(len(c)), *e.slots(len(c))), exact=len(e.nodes(len(c))) == len(c))
+            for i, c in enumerate(cut)
+        ]

@@ -18,7 +18,7 @@ from .joint import Joint, insert, sort
 def run(joint: Joint) -> None:
     cosines: dict[int, fx.Node] = {}
     for group in joint.groups:
-        if not group.pruned:
+        if group.exact:
             continue
         if joint.plan.gate is None:
             _check_positions(joint, group)
@@ -36,7 +36,9 @@ def run(joint: Joint) -> None:
         cosines.update(zip(group.pruned, cos, strict=True))
 
         def decide(*tensors, lam=lam, n=len(cos)):
-            good = gates.is_open(joint.plan.gate, tensors[:n], joint.plan.tau)
+            good = (
+                gates.is_open(joint.plan.gate, tensors[:n], joint.plan.tau) if n else torch.ones((), dtype=torch.bool)
+            )
             order = joint.plan.estimator.usable(_fill(lam, tensors[n:]))
             return good if order is None else good & order
 
@@ -76,7 +78,7 @@ def _publish(joint: Joint, cosines: dict[int, fx.Node]) -> None:
     slots = joint.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.gates.default)
     for slot in slots:
         calls = slot.args[1]
-        group_of = {c: g.number for g in joint.groups for c in g.calls if g.pruned}
+        group_of = {c: g.number for g in joint.groups for c in g.calls if not g.exact}
         order = sorted(cosines)
         shut = sorted(joint.opens)
 

@@ -18,7 +18,7 @@ def run(joint: Joint) -> None:
     joint.groups = joint.plan.groups([s.call for _, s in sorted(joint.sites.items())])
     number = expressions(joint.graph)
     for group in joint.groups:
-        if not group.pruned:
+        if group.exact:
             continue
         sites = [joint.sites[c] for c in group.calls]
         _check_shared(sites, number)

@@ -30,6 +30,9 @@ class Site:
     def operands(self) -> list[fx.Node]:
         return list(self.forward.args[2:])  # type: ignore[arg-type]
 
+    def own_cotangents(self) -> list[fx.Node]:
+        return [self.backward.args[i] for i in self.cotangents] if self.backward else []  # type: ignore[misc]
+
 
 @dataclass
 class Joint:
@@ -43,6 +46,7 @@ class Joint:
     cosines: dict[int, fx.Node] = field(default_factory=dict)  # by call index
     positions: dict[int, list] = field(default_factory=dict)  # by group number: lambda of every step
     merged: dict[int, dict[int, fx.Node]] = field(default_factory=dict)  # by call: argument -> cotangent
+    own: dict[int, list[fx.Node]] = field(default_factory=dict)  # by call: its cotangents, before they were merged
     forwards: list[fx.Node] = field(default_factory=list)  # of every call, with or without a backward
     backward_bodies: set[str] = field(default_factory=set)  # names of the bodies that backward calls run
     counts: dict[str, int] = field(default_factory=dict)  # calls and nodes before, for the report

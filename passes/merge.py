@@ -18,9 +18,10 @@ from .joint import Joint, insert, sort
 
 def run(joint: Joint) -> None:
     for group in joint.groups:
-        if not group.pruned or not group.kept:
-            continue
         sites = [joint.sites[c] for c in group.calls]
+        joint.own.update({s.call.index: s.own_cotangents() for s in sites})
+        if group.exact or not group.kept:
+            continue
         lam = joint.positions[group.number]
         nodes = [x for x in lam if isinstance(x, fx.Node)]
         slots = len(sites[0].cotangents)
@@ -38,8 +39,8 @@ def run(joint: Joint) -> None:
 
             for call, node in zip(group.kept, insert(joint.graph, merge, [*own, *nodes], "merged"), strict=True):
                 merged[call][joint.sites[call].cotangents[slot]] = node
+        joint.merged.update(merged)
         if group.number in joint.opens:
-            joint.merged.update(merged)
             continue
         for call, by_position in merged.items():
             for position, node in by_position.items():

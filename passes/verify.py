@@ -23,6 +23,10 @@ def verify(joint: Joint, after: str) -> None:
         raise VerifyError(f"after {after}: the graph is not well formed: {error}") from error
     for rule in (_names_are_alive, _no_marker, _calls_are_closed, _independent, _regions_fit, _branches_agree):
         _report(rule(joint), after)
+    if after == "merge":
+        with _torch.real_tensors():
+            _report(_weights_are_sound(joint), after)
+        _report(_groups_are_apart(joint), after)
     _report(_pruned_is_gone(joint, after), after)
 
 
@@ -75,6 +79,41 @@ def _independent(joint: Joint) -> str | None:
                 return f"the backward of call {calls.pop()} feeds that of call {backward[node]}"
             calls = {backward[node]}
         above[node] = calls
+    return None
+
+
+def _weights_are_sound(joint: Joint) -> str | None:
+    """The weights of a step sum to one and lie in [0, 1], where the estimator promises it; seen on sample times."""
+    estimator = joint.plan.estimator
+    for n in {len(g.calls) for g in joint.groups if not g.exact and g.kept}:
+        inner = torch.linspace(0, 1, n, dtype=torch.float64)[1:-1].square()
+        rows = estimator.weights([0.0, *inner.unbind(), 1.0], estimator.slots(n))
+        C = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in row]) for row in rows])
+        off = (C.sum(0) - 1).abs().max()
+        if not C.isfinite().all() or (estimator.sums_to_one and off > 1e-9):
+            return f"the weights of {estimator.name} do not sum to one for every step of a group of {n}:\n{C}"
+        if not estimator.extrapolates and (C.min() < -1e-12 or C.max() > 1 + 1e-12):
+            return f"the weights of {estimator.name} leave [0, 1] in a group of {n}, which it does not announce:\n{C}"
+    return None
+
+
+def _groups_are_apart(joint: Joint) -> str | None:
+    """A merged cotangent is made from the cotangents of its own group, each of which has a part in it or is dropped."""
+    owner = {n: g.number for g in joint.groups for c in g.calls for n in joint.own.get(c, ())}
+    for group in joint.groups:
+        for call in group.kept:
+            todo, seen = list(joint.merged.get(call, {}).values()), set()
+            while todo:
+                node = todo.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                if node in owner and owner[node] != group.number and node not in joint.own.get(call, ()):
+                    return (
+                        f"the cotangent of call {call}, in group {group.number}, has one of group {owner[node]} in it"
+                    )
+                if node not in owner:
+                    todo += node.all_input_nodes
     return None
 
 

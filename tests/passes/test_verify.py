@@ -10,6 +10,7 @@ from jagg_fx.passes.joint import getitems, is_region, outputs, results
 from jagg_fx.passes.verify import verify
 
 from jagg_fx import VerifyError, _torch
+from jagg_fx.estimators import Endpoints
 from jagg_fx.plan import Plan
 
 from .test_passes import NO_GATE, after
@@ -139,3 +140,38 @@ def test_branches_that_disagree_in_strides() -> None:
     node = next(n for n in results(_branches(joint)[0].graph) if n.meta["val"].ndim == 2)
     node.meta["val"] = node.meta["val"].t().contiguous().t()
     caught(joint, "branch", "disagree")
+
+
+class Doubled(Endpoints):
+    """Counts every interior step twice."""
+
+    def weights(self, lam, picks=()):
+        return [[2.0 * x if 0 < k < len(lam) - 1 else x for k, x in enumerate(r)] for r in super().weights(lam)]
+
+
+class Beyond(Endpoints):
+    """Sums to one, with weights far outside of [0, 1]."""
+
+    def weights(self, lam, picks=()):
+        first, last = super().weights(lam)
+        return [[first[0], *(x + 3.0 for x in first[1:-1]), 0.0], [0.0, *(x - 3.0 for x in last[1:-1]), 1.0]]
+
+
+@pytest.mark.parametrize(("estimator", "what"), [(Doubled(), "sum to one"), (Beyond(), r"leave \[0, 1\]")])
+def test_weights_that_break_their_promise(estimator, what: str) -> None:
+    joint = after("merge", NO_GATE)
+    joint.plan = Plan(W=4, estimator=estimator, gate=None)
+    caught(joint, "merge", what)
+
+
+def test_a_cotangent_of_another_group() -> None:
+    joint = after("merge", NO_GATE)
+    foreign = joint.own[joint.groups[1].calls[0]][0]
+    merged = next(iter(joint.merged[0].values()))
+    user = joint.sites[0].backward
+    with joint.graph.inserting_before(user):
+        both = joint.graph.call_function(torch.ops.aten.add.Tensor, (merged, foreign))
+    both.meta["val"] = merged.meta["val"]
+    joint.merged[0] = {joint.sites[0].cotangents[0]: both}
+    joint.graph.lint()
+    caught(joint, "merge", "call 0, in group 0, has one of group 1")
