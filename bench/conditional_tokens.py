@@ -289,6 +289,13 @@ IDEAS: dict[str, Arm] = {
     "gauss+quadratic": _arm(
         "Gauss nodes, every 4th step quadratic", Sometimes(Gauss(), Quadratic(), 4), 2.25, more=1.5
     ),
+    "gauss>quadratic": Arm(
+        "Gauss nodes, quadratic from 3/4 on",
+        lambda W, steps: Schedule(((steps * 3 // 4, Gauss()), (None, Quadratic()))),
+        lambda W: W + 1.5,
+        lambda W: 2.25,
+        scheduled=True,
+    ),
     "memory12quick": _arm("memory, every 12th, shrunk, beta = .8", Memory(12, 0.8, True), 2.25),
     "memory6quick": _arm("memory, every 6th, shrunk, beta = .8", Memory(6, 0.8, True), 2.5),
     "quadratic.25": _arm("quadratic with p = 1/4", QuadraticSometimes(0.25), 2.25),
@@ -448,14 +455,13 @@ SINUSOIDAL = ("exact", "endpoints", "subset2", "debiased1", "quadratic", "gauss"
 def jobs() -> list[Job]:
     """Of the default run, the most telling first."""
     found = [Job("first", arm, W, span) for W in WIDTHS for span in (0.4, 0.2) for arm in LISTED]
-    found += [Job("first", arm, W, 0.45) for W in WIDTHS for arm in EVERYWHERE]
-    found += [Job("first", arm, W, span) for W in WIDTHS for span in (0.4, 0.2) for arm in IDEAS]
-    found += [Job("first", arm, W, 0.45) for W in WIDTHS for arm in FRESH[W] if arm not in EVERYWHERE]
-    found += [Job("first", arm, W, span) for W in WIDTHS for span in (0.3, 0.1) for arm in FRESH[W]]
+    found += [Job("first", arm, W, 0.4) for W in WIDTHS for arm in IDEAS]
+    found += [Job("first", arm, W, span) for W in WIDTHS for span in (0.45, 0.2, 0.3, 0.1) for arm in FRESH[W]]
     found += [Job("fresh", arm, W, span) for W in WIDTHS for span in reversed(FRESH_SPANS) for arm in FRESH[W]]
     found += [Job("first", arm, 4, span, "sinusoidal") for span in CORE for arm in SINUSOIDAL]
     found += [Job("first", arm, 7, span) for span in (0.4, 0.45) for arm in ("exact", "endpoints", "inner")]
-    found += [Job("first", arm, W, span) for W in WIDTHS for span in (0.6, 0.8, 0.3, 0.1) for arm in EVERYWHERE]
+    found += [Job("first", arm, W, span) for W in WIDTHS for span in (0.6, 0.8, 0.45, 0.3, 0.1) for arm in EVERYWHERE]
+    found += [Job("first", arm, W, 0.2) for W in WIDTHS for arm in IDEAS]
     return list(dict.fromkeys(found))
 
 
