@@ -14,8 +14,8 @@ from .estimators import index_lambdas, lambdas
 from .plan import Plan
 
 
-def permutation(plan: Plan, times: Sequence[Tensor], u: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Which call each slot gets, and its inverse: int64, shape (n,), or (n, B) for times per row.
+def permutation(plan: Plan, times: Sequence[Tensor], u: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Which call each slot gets, the inverse, and the place of that call in the order: int64, (n,) or by row (n, B).
 
     times: of the n calls of a lane, all () or all (B,). u: the uniforms of the lane's groups, as `Estimator.picks`
     takes them.
@@ -25,19 +25,20 @@ def permutation(plan: Plan, times: Sequence[Tensor], u: Sequence[Tensor]) -> tup
     order = slots.expand(stacked.shape)
     if plan.order == "time":
         order = torch.argsort(stacked, dim=0, descending=True, stable=True)
-    rest, parts = list(u), []
+    rest, places = list(u), []
     for group in plan.cut(range(len(times))):
-        part = order[group[0] : group[-1] + 1]
+        place = slots.expand(stacked.shape)[group[0] : group[-1] + 1]
         drawn = plan.estimator.drawn(len(group))
         if drawn:
-            own = list(stacked.gather(0, part).unbind(0))
+            own = list(stacked.gather(0, order.gather(0, place)).unbind(0))
             lam = index_lambdas(len(group)) if plan.weights == "index" else lambdas(own)
             picks = plan.estimator.picks(lam, rest[:drawn])
-            part = part.gather(0, drawn_first(plan, picks, len(group)).expand(part.shape))
+            place = place.gather(0, drawn_first(plan, picks, len(group)).expand(place.shape))
             rest = rest[drawn:]
-        parts.append(part)
-    permuted = torch.cat(parts)
-    return permuted, torch.argsort(permuted, dim=0)
+        places.append(place)
+    placed = torch.cat(places)
+    permuted = order.gather(0, placed)
+    return permuted, torch.argsort(permuted, dim=0), placed
 
 
 def drawn_first(plan: Plan, picks: Sequence[Tensor], n: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import fx
 
 from jagg_fx.plan import Plan
 
-from . import branch, find, gate, group, merge, prune, slim
+from . import branch, find, gate, group, isolate, merge, prune, slim
 from .joint import Joint, copied, is_call, subgraph, view_chain
 from .verify import verify
 
@@ -21,6 +21,7 @@ PASSES = (
     group.run,  # W consecutive timesteps each; lambda from the times
     gate.run,  # may this group be approximated?
     merge.run,  # its cotangents, summed into the two endpoints
+    isolate.run,  # for a part of a gradient: without what did not come through the groups
     branch.run,  # gated groups: both ways behind the gate
     prune.run,  # the backward of every interior timestep goes
     slim.run,  # and with it what its forward kept for it

@@ -170,10 +170,13 @@ def _deal(
         times, draws = tensors[: len(lane)], tensors[len(lane) :]
         return list(permutation(plan, [t.reshape(shape) for t in times], [_rows(x, sum(shape)) for x in draws]))
 
-    order, inverse = insert(graph, find, [*(m.args[1] for m in lane), *u], "deal")
+    order, inverse, place = insert(graph, find, [*(m.args[1] for m in lane), *u], "deal")
     regions = [_region(m) for m in lane]
     times: list[Any] = [m.args[1] for m in lane]
-    for mark, time in zip(lane, _move(graph, order, times, "time"), strict=True):
+    dealt = _move(graph, order, times, "time")
+    if u and plan.weights == "index":  # then a step's place is its time
+        dealt = insert(graph, lambda x: list(x.double().unbind(0)), [place], "place")
+    for mark, time in zip(lane, dealt, strict=True):
         mark.update_arg(1, time)
         mark.update_arg(5, name)
     for position in positions:

@@ -22,7 +22,7 @@ def run(joint: Joint) -> None:
             continue
         sites = [joint.sites[c] for c in group.calls]
         _check_shared(sites, number)
-        if joint.plan.weights == "index":
+        if joint.plan.weights == "index" and not joint.plan.estimator.drawn(len(sites)):  # else the "times" are dealt
             joint.positions[group.number] = index_lambdas(len(sites))
             continue
         for site in sites:

@@ -59,6 +59,11 @@ class Estimator(Protocol):
         """A gate may send a group to exact. Not where that would bias an estimate that is unbiased over many steps."""
         ...
 
+    @property
+    def partial(self) -> bool:
+        """A part of a gradient, to be added to another estimate: only what came through the groups belongs to it."""
+        ...
+
     def drawn(self, n: int) -> int:
         """How many more steps are drawn at random, anew each time."""
         ...
@@ -104,6 +109,7 @@ class Base:
     sums_to_one: bool = True
     extrapolates: bool = False
     gated: bool = True
+    partial: bool = False
 
     def nodes(self, n: int) -> tuple[int, ...]:
         raise NotImplementedError

@@ -137,6 +137,7 @@ class Correction(Base):
     """
 
     name = "correction"
+    partial = True
     gated = False
     sums_to_one = False
     extrapolates = True

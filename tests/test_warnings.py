@@ -1,0 +1,63 @@
+"""Warnings where the transform cannot help, and none where it can."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import jagg_fx
+
+from .losses import MLP
+
+
+def loss_fn(net, zs, ts):
+    return sum((net(zs[k], ts[k]) ** 2).mean() for k in range(len(ts)))
+
+
+def batch(T: int, span: float = 0.5, unit: float = 1.0):
+    torch.manual_seed(0)
+    ts = torch.linspace(0.9, 0.9 - span, T, dtype=torch.float64) * unit
+    return MLP(4).double(), torch.randn(T, 2, 4, dtype=torch.float64), ts
+
+
+def said(T: int, W: int, steps: int = 1, span: float = 0.5, unit: float = 1.0, **options) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = jagg_fx.transform(loss_fn, W=W, compiler="eager", **{"gate": None, **options})
+        for _ in range(steps):
+            step(*batch(T, span, unit)).backward()
+    return [str(w.message) for w in caught if issubclass(w.category, jagg_fx.JaggWarning)]
+
+
+@pytest.mark.parametrize("W", [2, 3])
+def test_small_windows_are_told_at_transform(W: int) -> None:
+    with pytest.warns(jagg_fx.JaggWarning, match=f"W={W}"):
+        jagg_fx.transform(loss_fn, W=W)
+
+
+def test_nothing_to_say() -> None:
+    assert said(8, 4, steps=3) == []
+
+
+@pytest.mark.parametrize(("T", "what"), [(2, "nothing is saved"), (3, "at most 1.29x")])
+def test_few_timesteps(T: int, what: str) -> None:
+    (text,) = said(T, 4, span=0.3)
+    assert what in text
+
+
+@pytest.mark.parametrize("unit", [1.0, 1000.0])
+def test_wide_spans_are_told_once(unit: float) -> None:
+    (text,) = said(4, 4, steps=3, span=0.8, unit=unit)
+    assert "spans" in text
+    assert "debiased" in text
+    assert said(8, 4, steps=1, span=0.8, unit=unit) == []
+
+
+def test_shut_gates_are_told_once() -> None:
+    texts = said(4, 4, steps=70, span=0.3, gate="cosine", tau=2.0)
+    assert len(texts) == 1
+    assert "shut" in texts[0]
+    assert "gate=None" in texts[0]
+    assert said(4, 4, steps=40, span=0.3, gate="cosine", tau=-2.0) == []
