@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from . import marking
+from . import _torch, marking
 from .errors import CaptureError
 
 _OURS = str(Path(__file__).parent)
@@ -70,9 +70,14 @@ def _watch(loss_fn: Callable, args: tuple, kwargs: dict) -> tuple[dict[int, Call
     called: dict[int, Called] = {}
     stack: list[int] = []
     known: dict[Any, Any] = {}
+    numbers: dict[Any, tuple] = {}  # buffers of one entry: without data they are still changed in place
     original, thread = nn.Module.__call__, threading.get_ident()
 
     def call(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.numel() == 1 and (module, name) not in numbers:
+                with _torch.real_tensors():
+                    numbers[module, name] = (buffer, buffer.detach().clone())
         trains = any(p.requires_grad for p in module.parameters()) if threading.get_ident() == thread else False
         if not trains:
             return original(module, *inputs, **named)
@@ -98,8 +103,15 @@ def _watch(loss_fn: Callable, args: tuple, kwargs: dict) -> tuple[dict[int, Call
     ):
         undo.callback(setattr, nn.Module, "__call__", original)
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+        undo.callback(_restore, numbers)
         loss_fn(*args, **kwargs)
     return called, marking.count_marks() > seen
+
+
+def _restore(numbers: dict[Any, tuple]) -> None:
+    with _torch.real_tensors(), torch.no_grad():
+        for buffer, before in numbers.values():
+            buffer.copy_(before)
 
 
 def _look(x: Any) -> Any:

@@ -268,7 +268,9 @@ def _aliased(args: tuple) -> tuple:
     """
     if not args or isinstance(args[0], nn.Module):
         return args
-    return (pytree.tree_map_only(Tensor, lambda x: x.view_as(x), args[0]), *args[1:])
+    made: dict[int, Tensor] = {}  # a tensor under two names stays one tensor
+    first = pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.view_as(x)), args[0])
+    return (first, *args[1:])
 
 
 def _leaf(x: Any) -> Any:

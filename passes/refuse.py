@@ -25,6 +25,14 @@ _RANDOM |= {
     "rrelu",
     "alpha_dropout",
     "feature_alpha_dropout",
+    "gumbel_softmax",
+    # as methods that fill a tensor
+    "uniform",
+    "exponential",
+    "cauchy",
+    "log_normal",
+    "geometric",
+    "random",
 }
 
 

@@ -134,6 +134,15 @@ def _wrapped_call(gm: fx.GraphModule, node: fx.Node) -> Segment | None:
                 f"An operator around the velocity ({node.target}) at {where(node)} holds {len(begins)} calls, or makes "
                 "the time itself. Wrap each call on its own, and hand the time to it as an argument."
             )
+        nodes = list(body.graph.nodes)
+        ended = nodes.index([n for n in markers if n.target is _END][-1])
+        returned = [n for n in nodes[-1].all_input_nodes if nodes.index(n) > ended]
+        if returned:
+            raise CaptureError(
+                f"An operator around the velocity ({node.target}) at {where(node)} computes something from the "
+                f"velocity before it returns ({returned[0].name}), so that the velocity itself cannot be seen. "
+                "Put the operator (activation checkpointing, say) around the velocity call alone."
+            )
         operands = list(node.args[node.args.index(arg) + 1 :])
         segment = Segment(_site(begins[0]), [node], operands[inputs.index(begins[0].args[0])], where(node))  # type: ignore[arg-type]
         segment.nodes += [u for u in node.users if u.target is operator.getitem]
