@@ -14,6 +14,7 @@ from jagg_fx.errors import RefusedError
 
 from .joint import is_region
 from .segments import example
+from .segments import where as where_in_loss
 
 
 def contexts(graph: fx.Graph) -> dict[fx.Node, tuple]:
@@ -34,10 +35,15 @@ def contexts(graph: fx.Graph) -> dict[fx.Node, tuple]:
 
 
 def run(gm: fx.GraphModule) -> None:
-    """Raise RefusedError if two calls of one region differ in grad mode, autocast or gradient flags."""
+    """Raise RefusedError for inference mode, and if two calls of one region differ in grad mode, autocast or flags."""
     looks: dict[object, set] = {}
     where = contexts(gm.graph)
     for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "_enter_inference_mode":
+            raise RefusedError(
+                f"The loss enters torch.inference_mode ({where_in_loss(node)}). Tensors made in it cannot be part of a "
+                "gradient, and a trace that fails inside of it would leave it on. Use torch.no_grad() in its place."
+            )
         if is_region(node):
             flags = tuple(isinstance(v := example(n), torch.Tensor) and v.requires_grad for n in node.args[2:])
             looks.setdefault(node.args[0].target, set()).add((where[node], flags))

@@ -1009,6 +1009,21 @@ def test_c14_a_refused_call_has_not_run(name: str) -> None:
     assert torch.equal(case.args[0], before[1][0])
 
 
+def test_c08_inference_mode_is_refused_and_left() -> None:
+    """Tensors of inference mode cannot meet a gradient; and no global mode stays on after the refusal."""
+
+    def core(velocity, zs, ts, cs):
+        total = zs.new_zeros(())
+        for k in range(3):
+            with torch.inference_mode():
+                r = velocity(zs[k] * 0.9, ts[k])
+            total = total + ((velocity(zs[k], ts[k]) - r) ** 2).mean()
+        return total
+
+    refused(simple_case(core, T=3), r"inference_mode.*no_grad", W=4)
+    assert not torch.is_inference_mode_enabled()
+
+
 @pytest.mark.parametrize("kind", ["no running statistics", "eval"])
 def test_c14_norms_that_change_nothing_pass(kind: str) -> None:
     net = batch_norm()
