@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from . import _ops, _torch
-from .errors import CaptureError, JaggWarning, RefusedError
+from .errors import CaptureError, JaggWarning, OptionError, RefusedError
 from .marking import name_of
 from .options import Options, check
 from .passes import Joint, copied, deal, outline, refuse, regions, repeats, rewrite, segments
@@ -173,7 +173,17 @@ def backend(W: int = 4, **options: Any) -> Backend:
     """
     if "has_aux" in options:
         raise TypeError("backend() takes no has_aux: torch.compile keeps whatever the loss returns.")
-    return Backend(check(W, **options))
+    if "audit_every" in options:
+        raise TypeError(
+            "backend() takes no audit_every: a graph alone has no loss to run again. Use jagg_fx.transform."
+        )
+    chosen = check(W, **options)
+    if chosen.plan.estimator.name == "memory":
+        raise OptionError(
+            "estimator='memory' keeps a state beside the graph and adds it in the loss's backward, which a backend of "
+            "torch.compile does not see. Use jagg_fx.transform(loss_fn, estimator='memory')."
+        )
+    return Backend(chosen)
 
 
 def cache_key(plan: Plan) -> str:

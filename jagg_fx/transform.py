@@ -35,15 +35,21 @@ def transform(loss_fn: Callable, W: int = 4, **options: Any) -> Step:
 
     Options (method: arXiv 2607.17572; formulas in `jagg_fx.estimators`, `jagg_fx.gates`):
       W          steps per group, an int >= 1; 1 and 2 are exact.
-      estimator  "endpoints" (the paper), "exact", or an object with nodes(n) and weights(lam).
+      estimator  "endpoints" (the paper), "exact", "debiased", "memory", "quadratic", "knots", "causal", "subset",
+                 an object of `jagg_fx.estimators`, or one of your own with nodes(n) and weights(lam).
       gate, tau  "cosine": the smallest cosine of a group must reach tau; "cosine-mean": the mean must; None:
                  no gate and no branch in the graph.
       weights    "time": lambda from the times, in any unit; "index": j / (W - 1).
-      velocity   the nn.Module or function whose calls are the timesteps; found by itself where one module
-                 is called several times with gradient.
+      order      "call": timesteps in the order of the calls; "time": in the order of falling time, by row.
+      lane       calls per timestep, taken in turn, or a list with the lane of every call; by default calls at
+                 equal times are lanes.
+      velocity   the nn.Module or function whose calls are the timesteps, or a list of several networks; found
+                 by itself where modules are called several times with gradient.
       time       which argument of the velocity is the time: position or name; by default the one named t,
                  timestep, timesteps, time or sigma, else the second.
       has_aux    loss_fn returns (loss, aux).
+      seed       an int: random steps of an estimator are drawn from it, the same on every rank.
+      audit_every  N: audit every N-th step, into step.stats.audits. An audit costs more than an exact step.
       compiler   "inductor", or "eager": the same rewritten graph, run without code generation.
       mode, options, dynamic   handed on to torch.compile and Inductor.
 
