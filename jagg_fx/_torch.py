@@ -50,6 +50,23 @@ def real_tensors() -> Any:
     return _disable_current_modes()
 
 
+def random_state() -> list[Any]:
+    """The state of torch's own generators, for `replayed`."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+@contextlib.contextmanager
+def replayed(state: list[Any]) -> Any:
+    """Draw the same noise as from this state on; afterwards the generators stand where they stood."""
+    devices = list(range(len(state) - 1))
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state[0])
+        for device in devices:
+            torch.cuda.set_rng_state(state[1 + device], device)
+        yield
+
+
 def without_source(placeholder: fx.Node) -> None:
     """Mark an input that no value of the user's stands behind: AOTAutograd asks Dynamo's inputs for their source."""
     placeholder._dynamo_source = None  # type: ignore[attr-defined]

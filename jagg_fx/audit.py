@@ -77,9 +77,6 @@ class _Auditor(Backend):
         super().__init__(options)
         self.result: tuple[list[dict], list[dict], Joint, dict] | None = None
 
-    def _plans(self) -> list[Plan]:
-        return super()._plans()[:1]
-
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         seen: list[fx.GraphModule] = []
         _torch.compile_eager(gm, inputs, lambda joint: None, lambda joint, *_: seen.append(joint))
@@ -101,9 +98,11 @@ class Auditor:
         self._backend = _Auditor(options)
         self._step = Step(loss_fn, options, self._backend)
 
-    def __call__(self, args: tuple, kwargs: dict) -> Audit:
+    def __call__(self, args: tuple, kwargs: dict, step: int) -> Audit:
+        """step: whose draws and whose variant of the estimator are audited."""
         from .report import trainable
 
+        self._backend.clock.step = step
         with torch.enable_grad(), contextlib.suppress(Done):
             self._step._once(trainable(args), kwargs)
         result, self._backend.result = self._backend.result, None

@@ -118,23 +118,26 @@ class Clock:
 
     def variant(self, estimator: Any) -> int:
         """Which variant this step runs."""
-        forced = getattr(self._forced, "variant", None)
-        return (
-            estimator.at(self.step, float(torch.rand((), generator=self._generator(0)))) if forced is None else forced
-        )
+        forced = self._part()
+        if forced is not None:
+            return forced[0]
+        return estimator.at(self.step, float(torch.rand((), generator=self._generator(0))))
 
     @contextlib.contextmanager
-    def forced(self, variant: int) -> Iterator[None]:
-        """Run this variant in place of the one whose turn it is."""
-        self._forced.variant = variant
+    def forced(self, variant: int, step: int) -> Iterator[None]:
+        """Run this variant, as a part of this step, in place of the one whose turn it is."""
+        self._forced.part = (variant, step)
         try:
             yield
         finally:
-            self._forced.variant = None
+            self._forced.part = None
+
+    def _part(self) -> tuple[int, int] | None:
+        return getattr(self._forced, "part", None)
 
     def tick(self) -> None:
         """One more step was run; one that was forced is a part of another."""
-        self.step += getattr(self._forced, "variant", None) is None
+        self.step += self._part() is None
 
     def uniforms(self, like: Tensor) -> Tensor:
         """Numbers in [0, 1) of shape (draws, rows), stratified over the rows of each draw."""
@@ -145,7 +148,9 @@ class Clock:
         return u.to(like.device, non_blocking=True)
 
     def _generator(self, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed(hash((self.seed, self.step, stream)) % 2**63)
+        part = self._part()
+        step = self.step if part is None else part[1]
+        return torch.Generator().manual_seed(hash((self.seed, step, stream)) % 2**63)
 
 
 def _add_stats(gm: fx.GraphModule) -> None:

@@ -153,9 +153,13 @@ class Step:
         generation, with the memory of an exact step; `.grad`, parameters and `stats` stay as they are. Compares
         as if every gate were open, and says which were.
         """
+        return self._audit(args, kwargs, self.backend.clock.step, _torch.random_state())
+
+    def _audit(self, args: tuple, kwargs: dict, step: int, noise: Any) -> Audit:
         if self._auditor is None:
             self._auditor = Auditor(self.loss_fn, self.options)
-        return self._auditor(args, kwargs)
+        with _torch.replayed(noise):
+            return self._auditor(args, kwargs, step)
 
     def state_dict(self) -> dict[str, Any]:
         """The step count, from which random steps are drawn, and the memory of estimator="memory", if it has one."""
@@ -170,23 +174,25 @@ class Step:
     def _run(self, args: tuple, kwargs: dict) -> Any:
         """One step, with what belongs to it besides the compiled graph: the memory, and a regular audit."""
         before = self.backend.clock.step
+        every = self.options.audit_every
+        twice = self.memory is not None or every is not None
+        noise = _torch.random_state() if twice else None  # a loss may draw noise: what runs it again sees the same
         out = self._once(args, kwargs)
         if self.backend.clock.step == before:  # no gradient
             return out
-        every = self.options.audit_every
         if every is not None and before % every == 0:
-            self.stats.audits.append((before, self.audit(*args, **kwargs)))
+            self.stats.audits.append((before, self._audit(args, kwargs, before, noise)))
         if self.memory is None:
             return out
-        return self._remembered(out, before, args, kwargs)
+        return self._remembered(out, before, args, kwargs, noise)
 
-    def _remembered(self, out: Any, step: int, args: tuple, kwargs: dict) -> Any:
+    def _remembered(self, out: Any, step: int, args: tuple, kwargs: dict, noise: Any) -> Any:
         """The loss, with the memory's estimate of the bias added to the gradients that its backward computes."""
         assert self.memory is not None
         first = args[0].parameters() if isinstance(args[0], nn.Module) else pytree.tree_leaves(args[0])
         trained = [p for p in first if isinstance(p, Tensor) and p.requires_grad]
         if self.options.plan.estimator.measures(step):
-            with self.backend.clock.forced(1):
+            with self.backend.clock.forced(1, step), _torch.replayed(noise):
                 again = self._once(args, kwargs)
             loss = again[0] if self.options.has_aux else again
             found = torch.autograd.grad(loss, trained, allow_unused=True)
