@@ -36,12 +36,12 @@ def _(t: Tensor) -> None:
 
 
 @_define("jagg_fx::call", mutates_args=())
-def call(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int) -> Tensor:
+def call(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int, hidden: Tensor | None) -> Tensor:
     return v.clone()
 
 
 @call.register_fake
-def _(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int) -> Tensor:
+def _(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int, hidden: Tensor | None) -> Tensor:
     return torch.empty_like(v)
 
 
@@ -60,7 +60,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, g):
-    return torch.ops.jagg_fx.cotangent(g, ctx.index), None, None, None, None, None
+    return torch.ops.jagg_fx.cotangent(g, ctx.index), None, None, None, None, None, None
 
 
 call.register_autograd(_backward, setup_context=_setup)

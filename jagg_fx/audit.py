@@ -80,7 +80,7 @@ class _Auditor(Backend):
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         seen: list[fx.GraphModule] = []
         _torch.compile_eager(gm, inputs, lambda joint: None, lambda joint, *_: seen.append(joint))
-        joint = prepare(seen[-1], dataclasses.replace(plan, gate=plan.gate or "cosine"))
+        joint = prepare(seen[-1], dataclasses.replace(plan, gate=plan.gate or "cosine"), self.tails)
 
         def run(*args: Tensor) -> Any:
             self.result = _run(joint, args)

@@ -38,6 +38,7 @@ class Backend:
         self.options = options
         self.stats = Stats()
         self.clock = Clock(options.seed)
+        self.tails: dict[int, Any] = {}
         self._watch = watch
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -50,7 +51,7 @@ class Backend:
         _check_calls(found)
         segments.find_time(found)
         refuse.run(gm, found)
-        outline.run(gm, found)
+        self.tails = outline.run(gm, found, heads=any(p.gate == "head" for p in self._plans()))
         runs = [self._variant(copied(gm), inputs, plan) for plan in self._plans()]  # Dynamo reads its own graph again
 
         def run(*args: Tensor) -> Any:
@@ -98,10 +99,10 @@ class Backend:
         return run
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
-        o = self.options
+        o, tails = self.options, self.tails
 
         def go(joint: fx.GraphModule) -> None:
-            _warn_if_useless(rewrite(joint, plan, self._watch))
+            _warn_if_useless(rewrite(joint, plan, self._watch, tails))
 
         if o.compiler == "eager":
             return _torch.compile_eager(gm, inputs, go)

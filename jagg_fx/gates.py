@@ -5,14 +5,14 @@ Plain tensor code: `passes/gate.py` traces it into the graph, tests and the audi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .estimators import Weight
 
-GATES = ("cosine", "cosine-mean")
+GATES = ("cosine", "cosine-mean", "head")
 
 
 def per_row(x: Weight, like: Tensor) -> Weight:
@@ -58,11 +58,42 @@ def cosines(v: Sequence[Tensor], C: Sequence[Sequence[Weight]], nodes: Sequence[
     return out
 
 
+def discrepancy(
+    g: Sequence[Tensor],
+    h: Sequence[Tensor],
+    C: Sequence[Sequence[Weight]],
+    nodes: Sequence[int],
+    gradient: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """|sum_k W'(g_k, h_k - h_hat_k)| / |sum_k W'(g_k, h_k)|: the error of the last layer's weight gradient, exactly.
+
+    h_k: input of the last layer at step k; h_hat_k = sum_j C[j][k] h_j; g_k: cotangents. gradient(g, h) is the
+    gradient of the last layer's weight, g h^T for a linear layer: linear in h, so the estimator's error in it needs
+    no backward. It stands for the error of the whole gradient. NaN or infinity in g or h gives NaN.
+    """
+    whole = error = torch.zeros(())
+    for k, (gk, hk) in enumerate(zip(g, h, strict=True)):
+        whole = whole + gradient(gk, hk)
+        if k in nodes:
+            continue
+        rest = hk.double() if hk.dtype == torch.float64 else hk.float()
+        for row, j in zip(C, nodes, strict=True):
+            weight = per_row(row[k], rest)
+            if isinstance(weight, Tensor):
+                weight = weight.to(rest.dtype)
+            rest = rest - weight * h[j].to(rest.dtype)
+        error = error + gradient(gk, rest)
+    tiny = torch.finfo(whole.dtype).tiny
+    return error.square().sum().sqrt() / (whole.square().sum().sqrt() + tiny)
+
+
 def is_open(gate: str, cos: Sequence[Tensor], tau: float) -> Tensor:
     """Whether the group may use the approximation: a boolean scalar. NaN shuts it (no comparison holds)."""
     stacked = torch.stack(list(cos))
     if gate == "cosine":
         return (stacked >= tau).all()
+    if gate == "head":
+        return (stacked <= tau).all()
     if gate == "cosine-mean":
         return stacked.mean() >= tau
     raise AssertionError(f"unknown gate {gate!r}")

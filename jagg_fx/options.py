@@ -16,6 +16,7 @@ from .plan import Plan
 
 COMPILERS = ("inductor", "eager")
 WEIGHTS = ("time", "index")
+TAU = {"cosine": 0.995, "head": 0.1}  # a smallest cosine; a largest relative error
 ORDERS = ("call", "time")
 
 
@@ -39,7 +40,7 @@ def check(
     W: Any = 4,
     *,
     estimator: Any = "endpoints",
-    tau: Any = 0.995,
+    tau: Any = None,
     gate: Any = "cosine",
     weights: Any = "time",
     velocity: Any = None,
@@ -59,8 +60,12 @@ def check(
         raise OptionError(f"W must be an int, the number of steps per group; found {W!r}. Use W=4, say.")
     if W < 1:
         raise OptionError(f"W={W}: a group has at least one step. Use W=1 for exact, W=4 for two backwards of four.")
+    if tau is None:
+        tau = TAU["head" if gate == "head" else "cosine"]
     if isinstance(tau, bool) or not isinstance(tau, (int, float)) or math.isnan(tau):
-        raise OptionError(f"tau must be a number, the cosine above which a group is merged; found {tau!r}.")
+        raise OptionError(
+            f"tau must be a number: the cosine from which a group is merged (or the error up to it); found {tau!r}."
+        )
     _one_of("gate", gate, (*GATES, None))
     _one_of("weights", weights, WEIGHTS)
     _one_of("compiler", compiler, COMPILERS)

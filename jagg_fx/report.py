@@ -129,7 +129,12 @@ class _Inspector(Backend):
             for name, wanted in (("before", exact), ("after", plan)):
                 graph = copied(joint)
                 passes: list[tuple[str, int, int]] = []
-                state = rewrite(graph, wanted, lambda n, j, p=passes: p.append((n, _backwards(j), len(j.graph.nodes))))
+                state = rewrite(
+                    graph,
+                    wanted,
+                    lambda n, j, p=passes: p.append((n, _backwards(j), len(j.graph.nodes))),
+                    self.tails,
+                )
                 if state is not None:
                     self.seen[name] = (graph, state, _saved(graph, joint_inputs, num_fwd_outputs), passes)
 

@@ -276,12 +276,13 @@ def _aliased(args: tuple) -> tuple:
     """The arguments with new tensor objects in the first one, if it is a pytree of tensors.
 
     Dynamo takes a parameter that is also an attribute of the module for that attribute, and misses that a later
-    call hands in another tensor (seen in torch 2.13): the gradient would be that of stale weights.
+    call hands in another tensor (seen in torch 2.13): the gradient would be that of stale weights. An alias keeps the
+    strides, those of dimensions of size one too, which kernels of channels-last weights look at; a view does not.
     """
     if not args or isinstance(args[0], nn.Module):
         return args
     made: dict[int, Tensor] = {}  # a tensor under two names stays one tensor
-    first = pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.view_as(x)), args[0])
+    first = pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), torch.ops.aten.alias(x)), args[0])
     return (first, *args[1:])
 
 

@@ -28,23 +28,23 @@ PASSES = (
 )
 
 
-def rewrite(gm: fx.GraphModule, plan: Plan, watch=None) -> Joint | None:
+def rewrite(gm: fx.GraphModule, plan: Plan, watch=None, tails=None) -> Joint | None:
     """Rewrite a joint graph in place. Returns None where there is nothing of ours in it.
 
     watch, if given, is called with the name of each pass and the state after it.
     """
     if not gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default):
         return None
-    joint = Joint(gm, plan)
+    joint = Joint(gm, plan, tails=tails or {})
     _apply(joint, PASSES, watch)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return joint
 
 
-def prepare(gm: fx.GraphModule, plan: Plan) -> Joint:
+def prepare(gm: fx.GraphModule, plan: Plan, tails=None) -> Joint:
     """Only the passes that add: exact backwards stay, merged cotangents stand beside them (for the audit)."""
-    joint = Joint(gm, plan)
+    joint = Joint(gm, plan, tails=tails or {})
     _apply(joint, PASSES[:4])
     gm.recompile()
     return joint

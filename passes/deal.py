@@ -87,7 +87,7 @@ def _calls(graph: fx.Graph, marks: Sequence[fx.Node]) -> list[Call]:
     shared = {n for m in marks for n in trained[m] if sum(n in t for t in trained.values()) > 1}
 
     def call(mark: Any) -> Call:
-        _, time, index, site, where, _ = mark.args
+        _, time, index, site, where, *_ = mark.args
         return Call(index, site, number[time], where, _body(mark), frozenset(trained[mark] & shared))
 
     return list(map(call, marks))
@@ -218,7 +218,7 @@ def _other_outputs(lane: Sequence[fx.Node]) -> list[list[fx.Node]]:
     by_position: dict[int, dict[fx.Node, fx.Node]] = {}
     for mark in lane:
         for user in list(_region(mark).users):
-            if user.target is operator.getitem and user is not mark.args[0]:
+            if user.target is operator.getitem and user not in (mark.args[0], mark.args[6]):
                 by_position.setdefault(user.args[1], {})[mark] = user  # type: ignore[index]
     for found in by_position.values():
         if len(found) < len(lane):

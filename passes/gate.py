@@ -7,12 +7,17 @@ end times and steps out of order shut the gate: such a group goes exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from jagg_fx import gates
+from jagg_fx.errors import RefusedError
+from jagg_fx.plan import Group
 
-from .joint import Joint, insert, sort
+from .joint import Joint, insert, sort, value
+from .unit import at_unit_tangent
 
 
 def run(joint: Joint) -> None:
@@ -23,16 +28,9 @@ def run(joint: Joint) -> None:
         if joint.plan.gate is None:
             _check_positions(joint, group)
             continue
-        sites = [joint.sites[c] for c in group.calls]
         lam = joint.positions[group.number]
         nodes = [x for x in lam if isinstance(x, fx.Node)]
-        velocities = [s.velocity for s in sites]
-
-        def cosine(*tensors, lam=lam, n=len(sites), kept=group.nodes):
-            C = joint.plan.estimator.weights(_fill(lam, tensors[n:]), joint.plan.estimator.slots(n))
-            return gates.cosines(tensors[:n], C, kept)
-
-        cos = insert(joint.graph, cosine, [*velocities, *nodes], "cosine")
+        cos = (_discrepancy if joint.plan.gate == "head" else _cosines)(joint, group, lam, nodes)
         cosines.update(zip(group.pruned, cos, strict=True))
 
         def decide(*tensors, lam=lam, n=len(cos)):
@@ -46,6 +44,51 @@ def run(joint: Joint) -> None:
     joint.cosines = cosines
     _publish(joint, cosines)
     sort(joint.graph)
+
+
+def _cosines(joint: Joint, group: Group, lam: list, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The cosine of every pruned call."""
+    velocities = [joint.sites[c].velocity for c in group.calls]
+
+    def cosine(*tensors: Tensor) -> list[Tensor]:
+        n = len(velocities)
+        C = joint.plan.estimator.weights(_fill(lam, tensors[n:]), joint.plan.estimator.slots(n))
+        return gates.cosines(tensors[:n], C, group.nodes)
+
+    return insert(joint.graph, cosine, [*velocities, *nodes], "cosine")
+
+
+def _discrepancy(joint: Joint, group: Group, lam: list, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The head discrepancy of the group, once for each pruned call."""
+    sites = [joint.sites[c] for c in group.calls]
+    tail = joint.tails[group.calls[0]]
+    operands = [sites[0].operands[i] for i in tail.operands]
+    cotangents = at_unit_tangent(joint, [s.own_cotangents()[0] for s in sites])
+    hidden = [s.hidden for s in sites]
+    rows = value(sites[0].velocity).shape[0]
+    by_row = any(value(x).numel() > 1 for x in nodes)
+    if by_row and value(hidden[0]).shape[0] != rows:  # type: ignore[arg-type]
+        raise RefusedError(
+            "gate='head' with times per row needs a last layer whose input has a row for each row of the batch; that "
+            f"of {sites[0].call.where} has shape {tuple(value(hidden[0]).shape)}. Use gate='cosine', or one time."  # type: ignore[arg-type]
+        )
+
+    def discrepancy(*tensors: Tensor) -> Tensor:
+        n, m = len(sites), len(operands)
+        g, h, w, rest = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 2 * n + m], tensors[2 * n + m :]
+        C = joint.plan.estimator.weights(_fill(lam, rest), joint.plan.estimator.slots(n))
+        return gates.discrepancy(g, h, C, group.nodes, lambda g, h: weight_gradient(tail.graph, g, h, w))
+
+    (found,) = insert(joint.graph, discrepancy, [*cotangents, *hidden, *operands, *nodes], "head")  # type: ignore[list-item]
+    return [found for _ in group.pruned]
+
+
+def weight_gradient(tail: fx.GraphModule, g: Tensor, h: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Gradient of <g, tail(h, W, ...)> in W, in fp32 (fp64 for fp64)."""
+    kind = torch.float64 if g.dtype == torch.float64 else torch.float32
+    w, *rest = [x.to(kind) if x.is_floating_point() else x for x in operands]
+    pull: Callable = torch.func.vjp(lambda w: tail(h.to(kind), w, *rest).to(kind), w)[1]
+    return pull(g.to(kind))[0]
 
 
 def _fill(lam: list, tensors: tuple) -> list:

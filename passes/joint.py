@@ -25,6 +25,7 @@ class Site:
     time: fx.Node
     backward: fx.Node | None = None  # invoke_subgraph of the backward body
     cotangents: list[int] = field(default_factory=list)  # which arguments of `backward` are cotangents
+    hidden: fx.Node | None = None  # the input of its last layer, for gate="head"
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -46,6 +47,7 @@ class Joint:
     cosines: dict[int, fx.Node] = field(default_factory=dict)  # by call index
     positions: dict[int, list] = field(default_factory=dict)  # by group number: lambda of every step
     merged: dict[int, dict[int, fx.Node]] = field(default_factory=dict)  # by call: argument -> cotangent
+    tails: dict[int, Any] = field(default_factory=dict)  # by call index: its last layer, for gate="head"
     own: dict[int, list[fx.Node]] = field(default_factory=dict)  # by call: its cotangents, before they were merged
     forwards: list[fx.Node] = field(default_factory=list)  # of every call, with or without a backward
     backward_bodies: set[str] = field(default_factory=set)  # names of the bodies that backward calls run

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -16,24 +17,62 @@ from torch import fx
 from jagg_fx import _torch
 from jagg_fx.errors import CaptureError, RefusedError
 
+from . import head
 from .segments import Segment, carries_gradient, example
 
 
-def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
+def run(gm: fx.GraphModule, segments: Sequence[Segment], heads: bool = False) -> dict[int, Tail]:
+    """heads: let each call return the input of its last layer too, and return what is computed from it."""
     exits = _exits(segments)
+    tails: dict[int, Tail] = {}
     bodies: dict[str, str] = {}
     for index, (segment, leaves) in enumerate(zip(segments, exits, strict=True)):
         if segment.time is None:
             raise CaptureError(f"the velocity call at {segment.where} has no time")
+        hidden = None
+        if heads and _is_region(segment):
+            raise RefusedError(
+                f"gate='head' must see into the velocity call at {segment.where}, which is a nested compile region. "
+                "Take torch.compiler.nested_compile_region off, or use gate='cosine'."
+            )
         if not _is_region(segment):  # else it is a user's nested compile region already
+            if heads:
+                last = head.find(segment, _velocity(segment, leaves))
+                hidden = _detached(gm, segment, last.hidden)
+                if hidden in segment.nodes:
+                    leaves = [*leaves, hidden]
             form, inputs = canonical(gm, segment.nodes, leaves)
+            if heads:
+                tails[index] = Tail(last.tail, [inputs.index(n) for n in last.operands])
             if form not in bodies:
                 bodies[form] = f"velocity_{len(bodies)}"
                 setattr(gm, bodies[form], _body(gm, segment.nodes, inputs, leaves))
-            leaves = _replace(gm, segment, inputs, leaves, bodies[form])
-        _mark(gm, segment, leaves, index)
+            replaced = _replace(gm, segment, inputs, leaves, bodies[form])
+            if hidden in leaves:
+                hidden = replaced[leaves.index(hidden)]
+            leaves = replaced
+        _mark(gm, segment, leaves, index, hidden)
     gm.graph.lint()
     gm.recompile()
+    return tails
+
+
+@dataclass
+class Tail:
+    """The last layer of a call: graph(h, W, ...), and which of the call's inputs W and the rest are."""
+
+    graph: fx.GraphModule
+    operands: list[int]
+
+
+def _detached(gm: fx.GraphModule, segment: Segment, hidden: fx.Node) -> fx.Node:
+    """The hidden state without its gradient, as a node of the call where it is made there."""
+    with gm.graph.inserting_after(hidden if hidden in segment.nodes else segment.nodes[0].prev):
+        node = gm.graph.call_method("detach", (hidden,))
+    node.meta = {"example_value": example(hidden).detach()}
+    if hidden in segment.nodes:
+        segment.nodes.insert(segment.nodes.index(hidden) + 1, node)
+    return node
 
 
 def _is_region(segment: Segment) -> bool:
@@ -135,17 +174,24 @@ def _replace(
     return outs
 
 
-def _mark(gm: fx.GraphModule, segment: Segment, leaves: Sequence[fx.Node], index: int) -> None:
-    """Put the call's number and time on its velocity: the one output that carries gradient."""
-    trained = [n for n in leaves if carries_gradient(n) and n.target is operator.getitem]
+def _velocity(segment: Segment, leaves: Sequence[fx.Node]) -> fx.Node:
+    """The one output that carries gradient."""
+    trained = [n for n in leaves if carries_gradient(n)]
     if len(trained) > 1:
         raise RefusedError(
             f"The loss reads {len(trained)} outputs with gradient of the velocity call at {segment.where}; one output "
             "is supported. Detach the others, or return one tensor (stacked or concatenated) from the velocity."
         )
-    velocity = trained[0]
-    with gm.graph.inserting_after(velocity):
-        args = (velocity, segment.time, index, segment.site, segment.where, -1)
+    return trained[0]
+
+
+def _mark(
+    gm: fx.GraphModule, segment: Segment, leaves: Sequence[fx.Node], index: int, hidden: fx.Node | None = None
+) -> None:
+    """Put the call's number and time on its velocity."""
+    velocity = _velocity(segment, [n for n in leaves if n.target is operator.getitem])
+    with gm.graph.inserting_after(leaves[-1]):
+        args = (velocity, segment.time, index, segment.site, segment.where, -1, hidden)
         mark = gm.graph.call_function(torch.ops.jagg_fx.call.default, args)
     mark.meta = dict(velocity.meta)
     velocity.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)

@@ -1253,6 +1253,19 @@ def test_c19_channels_last(style: str, options: dict) -> None:
         assert got.grads[name].stride() == p.grad.stride(), name
 
 
+def test_c19_weights_with_one_channel() -> None:
+    """A dimension of size one may have any stride, and kernels of float64 convolutions look at it."""
+    torch.manual_seed(0)
+    net = Conv(1, 2).double()
+    zs, ts = torch.randn(4, 2, 1, 3, 3, dtype=D), torch.linspace(0.9, 0.1, 4, dtype=D)
+
+    def core(velocity, zs, ts):
+        return sum((velocity(zs[k], ts[k]) ** 2).mean() for k in range(4))
+
+    case = Case(net, core, (zs, ts))
+    check(run(case, "params", W=4, gate=None), wanted(case, W=4), 1e-10, 1e-12)
+
+
 def test_c19_the_loss_sees_the_strides_of_the_network() -> None:
     """A view that only channels-last memory allows."""
 
