@@ -48,7 +48,7 @@ class Backend:
             found = self._repeated(gm)
         if not _differentiable(gm):  # under no_grad, or nothing trains: there is no gradient to rewrite
             return self._compile(gm, inputs, self.options.plan)
-        _check_calls(found)
+        _check_calls(found, self.options.plan.lane)
         segments.find_time(found)
         refuse.run(gm, found)
         self.tails = outline.run(gm, found, heads=any(p.gate == "head" for p in self._plans()))
@@ -75,7 +75,13 @@ class Backend:
     def _variant(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         """One compiled graph. It returns the gates' values too, which are kept from the caller."""
         if plan.estimator.name == "exact":
-            return self._compile(gm, inputs, plan)
+            exact = self._compile(gm, inputs, plan)
+
+            def run_exact(*args: Tensor) -> Any:
+                self.clock.tick()
+                return exact(*args)
+
+            return run_exact
         dealt = deal.run(gm, plan)
         drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
         _add_stats(gm)
@@ -231,7 +237,13 @@ def _differentiable(gm: fx.GraphModule) -> bool:
     return any(isinstance(n, fx.Node) and segments.carries_gradient(n) for n in outs)  # type: ignore[union-attr]
 
 
-def _check_calls(found: list[segments.Segment]) -> None:
+def _check_calls(found: list[segments.Segment], lane: int | tuple[int, ...] | None) -> None:
+    if isinstance(lane, tuple) and len(lane) != len(found):
+        raise RefusedError(
+            f"lane={lane} names the lanes of {len(lane)} calls; this loss makes {len(found)} velocity calls with gradient, "
+            f"the first at {found[0].where if found else 'no line'}. Give one lane for each of them, in their order, or "
+            "the number of calls per timestep."
+        )
     if len(found) >= 2:
         return
     cure = (

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from .errors import RefusedError
 from .estimators import Endpoints, Estimator
 
 
@@ -75,12 +74,6 @@ class Plan:
         a call whose time was seen before at the same network belongs to another lane (guidance calls the
         network twice per timestep). Lanes and networks are never mixed in one group.
         """
-        if isinstance(self.lane, tuple) and calls and calls[-1].index >= len(self.lane):
-            raise RefusedError(
-                f"lane={self.lane} names the lanes of {len(self.lane)} calls; this loss makes a call number "
-                f"{calls[-1].index} with gradient, at {calls[-1].where}. Give one lane for every velocity call that "
-                "carries gradient, in their order, or the number of calls per timestep."
-            )
         seen: Counter = Counter()
         lanes: dict[Hashable, list[int]] = {}
         for call in calls:

@@ -164,12 +164,13 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """The step count, from which random steps are drawn, and the memory of estimator="memory", if it has one."""
         memory = None if self.memory is None else self.memory.state_dict()
-        return {"step": self.backend.clock.step, "memory": memory}
+        return {"step": self.backend.clock.step, "memory": memory, "reached": self._reached}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.backend.clock.step = state["step"]
         if self.memory is not None and state["memory"] is not None:
             self.memory.load_state_dict(state["memory"])
+            self._reached = state["reached"]
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         """One step, with what belongs to it besides the compiled graph: the memory, and a regular audit."""
