@@ -240,8 +240,8 @@ def _differentiable(gm: fx.GraphModule) -> bool:
 def _check_calls(found: list[segments.Segment], lane: int | tuple[int, ...] | None) -> None:
     if isinstance(lane, tuple) and len(lane) != len(found):
         raise RefusedError(
-            f"lane={lane} names the lanes of {len(lane)} calls; this loss makes {len(found)} velocity calls with gradient, "
-            f"the first at {found[0].where if found else 'no line'}. Give one lane for each of them, in their order, or "
+            f"lane={lane} names the lanes of {len(lane)} calls; this loss makes {len(found)} with gradient, "
+            f"the first at {found[0].where if found else 'no line'}. Give one lane for each, in their order, or "
             "the number of calls per timestep."
         )
     if len(found) >= 2:
