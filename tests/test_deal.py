@@ -226,7 +226,7 @@ def test_lanes_that_are_said(lane: Any, number: Callable, order: str) -> None:
 
 @pytest.mark.parametrize(
     "lane",
-    [[0, 1] * 5, pytest.param([0, 1] * 7, marks=pytest.mark.xfail(reason="too many lanes are taken"))],
+    [[0, 1] * 5, [0, 1] * 7],
     ids=["short", "long"],
 )
 def test_a_lane_list_of_the_wrong_length(lane: list) -> None:
@@ -247,6 +247,8 @@ def test_a_lane_list_of_the_wrong_length(lane: list) -> None:
 )
 def test_options_that_cannot_be_taken(options: dict) -> None:
     for make in (lambda **o: jagg_fx.transform(coupled, **o), jagg_fx.backend):
+        if make is jagg_fx.backend and "audit_every" in options:
+            continue  # takes none
         with pytest.raises(ValueError, match=next(iter(options))):
             make(W=4, **options)
 

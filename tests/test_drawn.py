@@ -268,7 +268,6 @@ def test_a_schedule_changes_over_at_its_step() -> None:
         assert relative_error(g, want) < 1e-10
 
 
-@pytest.mark.xfail(reason="an exact step is not counted, so that the stage never ends")
 def test_a_schedule_leaves_an_exact_stage() -> None:
     net, args = mlp(), batch(8)
     step = jagg_fx.transform(loss, W=4, estimator=Schedule(((1, "exact"), (None, "knots"))), **OWN)
