@@ -1,0 +1,219 @@
+"""Which gate predicts the error of a group? The cosine of the paper against the head discrepancy.
+
+`python -m bench.gates` pretrains two velocity networks on digits, and audits groups of stored trajectories: SDE ones
+with a GRPO loss, ODE ones with an advantage-weighted flow-matching loss. For every group of every batch: the true
+relative error of its gradient, and what each gate sees. Writes docs/bench/gates.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jagg_fx.models import (
+    DIT_SIZES,
+    ODE,
+    DiT,
+    FlowSDE,
+    MLPVelocity,
+    group_advantages,
+    make_grpo_loss,
+    rollout,
+    uniform_times,
+)
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+import jagg_fx
+
+from .data import load_digits
+from .demo_progress import bar
+from .demo_train import Task, pretrain, reward_classifier, train_classifier
+
+TOLERANCES = (0.05, 0.1, 0.2)
+SAFETY = 0.7  # a gate opens where its prediction is below this share of the tolerance
+COSINE = 0.995
+
+
+class Flat(nn.Module):
+    """The MLP velocity on images."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.net = MLPVelocity(int(np.prod(shape)), hidden=128, depth=2, classes=classes, time_embedding="sinusoidal")
+
+    def forward(self, z: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(z.flatten(1), t, y).reshape(z.shape)
+
+
+def weighted_matching(net: nn.Module, states: Tensor, sigmas: Tensor, advantages: Tensor, target: Tensor, y: Tensor):
+    """Velocities of stored ODE states, pulled to or pushed from the path's own direction by the advantage."""
+    total = states.new_zeros(())
+    for k in range(len(sigmas) - 1):
+        error = (net(states[k], sigmas[k], y) - target).square().flatten(1).mean(1)
+        total = total + (advantages * error).mean()
+    return total / (len(sigmas) - 1)
+
+
+def batches(net: nn.Module, task: Task, kind: str, count: int) -> list[tuple]:
+    generator = torch.Generator().manual_seed(77)
+    if kind == "SDE":
+        return [task.draw(net, generator)[0] for _ in range(count)]
+    found = []
+    for _ in range(count):
+        prompts = torch.randint(task.classes, (task.batch // task.group,), generator=generator)
+        y = prompts.repeat_interleave(task.group)
+        noise = torch.randn(task.batch, *task.shape, generator=generator)
+        path = rollout(net, noise, task.sigmas, y, sampler=ODE(), generator=generator)
+        advantages = group_advantages(task.rewards(path.samples, y), task.group)
+        found.append((path.states, path.sigmas, advantages, noise - path.samples, y))
+    return found
+
+
+def audits(loss_fn: Callable, net: nn.Module, drawn: list[tuple], W: int, note: Callable) -> list[dict[str, float]]:
+    """One row a group: its true error, what the head gate says, and one minus the smallest cosine."""
+    steps = {gate: jagg_fx.transform(loss_fn, W=W, gate=gate, compiler="eager") for gate in ("head", "cosine")}
+    rows = []
+    for batch in drawn:
+        head, cosine = (steps[gate].audit(net, *batch) for gate in ("head", "cosine"))
+        for a, b in zip(head.groups, cosine.groups, strict=True):
+            if a.gate:
+                rows.append({"error": a.relative_error, "head": max(a.gate), "cosine": 1 - min(b.gate)})
+        note()
+    return rows
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
+    error, head, cosine = (np.array([r[k] for r in rows]) for k in ("error", "head", "cosine"))
+    found: dict[str, Any] = {
+        "groups": len(rows),
+        "median_error": float(np.median(error)),
+        "ratio": float(np.median(error / head)),
+        "spearman_head": float(spearmanr(head, error).statistic),
+        "spearman_cosine": float(spearmanr(cosine, error).statistic),
+        "cosine_open": float((cosine <= 1 - COSINE).mean()),
+        "tolerances": {},
+    }
+    for tol in TOLERANCES:
+        good, is_open = error <= tol, head <= SAFETY * tol
+        found["tolerances"][str(tol)] = {
+            "good": float(good.mean()),
+            "open_of_good": float(is_open[good].mean()) if good.any() else None,
+            "bad_of_open": float((~good)[is_open].mean()) if is_open.any() else None,
+        }
+    return found
+
+
+def markdown(results: dict) -> str:
+    lines = [
+        "# Gates: what predicts the error of a group",
+        "",
+        f"`{results['command']}`; digits, {results['batches']} batches of {results['batch']} a row, {results['machine']}.",
+        "Spearman: rank correlation of the gate's value with the true relative error of the group's gradient.",
+        f"The head gate opens below {SAFETY} of the tolerance. `open`: of the groups whose true error is within the",
+        "tolerance, the share that it opens; `wrong`: of the groups that it opens, the share whose error is beyond it.",
+        "",
+        "| network | path | T | W | groups | median error | error / head | Spearman head | Spearman cosine "
+        "| cosine .995 opens | open, wrong at .05 | at .1 | at .2 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results["rows"]:
+        s = r["summary"]
+        cells = []
+        for tol in TOLERANCES:
+            x = s["tolerances"][str(tol)]
+            cells.append(", ".join("–" if x[k] is None else f"{x[k]:.0%}" for k in ("open_of_good", "bad_of_open")))
+        lines.append(
+            f"| {r['net']} | {r['path']} | {r['T']} | {r['W']} | {s['groups']} | {s['median_error']:.3f} "
+            f"| {s['ratio']:.2f} | {s['spearman_head']:.2f} | {s['spearman_cosine']:.2f} | {s['cosine_open']:.0%} | {' | '.join(cells)} |"
+        )
+    p = results["pooled"]
+    lines += [
+        "",
+        f"All groups pooled: Spearman head {p['head']:.2f}, cosine {p['cosine']:.2f}.",
+        "",
+        "![gates](gates.png)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
+    for r in results["rows"]:
+        error = [x["error"] for x in r["groups"]]
+        label = f"{r['net']} {r['path']} T={r['T']} W={r['W']}"
+        for axis, key in zip(axes, ("head", "cosine"), strict=True):
+            axis.loglog([x[key] for x in r["groups"]], error, ".", ms=4, label=label)
+    axes[0].set(xlabel="head discrepancy", ylabel="true relative error of the group", title="head")
+    axes[1].set(xlabel="1 - smallest cosine", title="cosine (the paper)")
+    axes[1].axvline(1 - COSINE, color="grey", lw=1, ls="--")
+    axes[1].legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/bench"), help="folder of the results (default: %(default)s)"
+    )
+    parser.add_argument("--batches", type=int, default=10, help="audited batches a setting (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="samples a batch (default: %(default)s)")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    images = load_digits()
+    reward = reward_classifier(images.shape, images.classes)
+    train_classifier(reward, images, 300, 128, 0, "reward classifier")
+    reward.requires_grad_(False)
+    size = DIT_SIZES["tiny"]
+    nets = {
+        "MLP": Flat(images.shape, images.classes),
+        "DiT tiny": DiT(images.shape[1], images.shape[0], 2, size.width, size.depth, size.heads, images.classes),
+    }
+    rows = []
+    for name, net in nets.items():
+        task = Task(images.shape, images.classes, reward, reward, FlowSDE(0.7), uniform_times(16), options.batch, 8)
+        pretrain(net, images, task, stop_at=0.7, steps=400, batch=128, seed=0, eval_samples=200)  # type: ignore[arg-type]
+        for path in ("ODE", "SDE"):
+            loss_fn = make_grpo_loss(FlowSDE(0.7), 1e-3) if path == "SDE" else weighted_matching
+            for T, W in ((16, 4), (32, 4), (16, 8)):
+                own = dataclasses.replace(task, sigmas=uniform_times(T))
+                drawn = batches(net, own, path, options.batches)
+                with bar(f"{name} {path} T={T} W={W}", len(drawn)) as progress:
+                    found = audits(loss_fn, net, drawn, W, progress.update)
+                rows.append({"net": name, "path": path, "T": T, "W": W, "summary": summary(found), "groups": found})
+    everything = [g for r in rows for g in r["groups"]]
+    pooled = {
+        k: float(spearmanr([g[k] for g in everything], [g["error"] for g in everything]).statistic)
+        for k in ("head", "cosine")
+    }
+    results = {
+        "command": "python -m bench.gates",
+        "machine": f"torch {torch.__version__}, {platform.machine()}",
+        "batch": options.batch,
+        "batches": options.batches,
+        "rows": rows,
+        "pooled": pooled,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "gates.json").write_text(json.dumps(results, indent=1))
+    text = markdown(results)
+    (options.out / "gates.md").write_text(text)
+    draw(results, options.out / "gates.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
