@@ -115,7 +115,8 @@ def markdown(results: dict) -> str:
     lines = [
         "# Gates: what predicts the error of a group",
         "",
-        f"`{results['command']}`; digits, {results['batches']} batches of {results['batch']} a row, {results['machine']}.",
+        f"`{results['command']}`; digits, {results['batches']} batches of {results['batch']} samples a row; "
+        f"{results['machine']}.",
         "Spearman: rank correlation of the gate's value with the true relative error of the group's gradient.",
         f"The head gate opens below {SAFETY} of the tolerance. `open`: of the groups whose true error is within the",
         "tolerance, the share that it opens; `wrong`: of the groups that it opens, the share whose error is beyond it.",
@@ -132,7 +133,8 @@ def markdown(results: dict) -> str:
             cells.append(", ".join("–" if x[k] is None else f"{x[k]:.0%}" for k in ("open_of_good", "bad_of_open")))
         lines.append(
             f"| {r['net']} | {r['path']} | {r['T']} | {r['W']} | {s['groups']} | {s['median_error']:.3f} "
-            f"| {s['ratio']:.2f} | {s['spearman_head']:.2f} | {s['spearman_cosine']:.2f} | {s['cosine_open']:.0%} | {' | '.join(cells)} |"
+            f"| {s['ratio']:.2f} | {s['spearman_head']:.2f} | {s['spearman_cosine']:.2f} | {s['cosine_open']:.0%} "
+            f"| {' | '.join(cells)} |"
         )
     p = results["pooled"]
     lines += [
