@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 import jagg_fx
 from jagg_fx.estimators import (
+    Alternating,
     Causal,
     Correction,
     Debiased,
     Endpoints,
     Estimator,
+    Inner,
     Knots,
     Memory,
     Quadratic,
@@ -176,7 +178,13 @@ def gradient(step: Any, net: nn.Module, *args: Tensor) -> dict[str, Tensor]:
 FAMILIES = [
     *(Debiased(), Debiased(0.5), Subset(), Subset(1), Subset(3)),
     *(Knots(), Knots(2), Knots(3, 1), Causal(), Causal(1), Causal(1.5, 3, last=False)),
-    *(Quadratic(), Correction(), Schedule(((1, "endpoints"), (2, "knots"), (None, "debiased")))),
+    *(
+        Inner(),
+        Alternating("inner", "quadratic"),
+        Quadratic(),
+        Correction(),
+        Schedule(((1, "endpoints"), (2, "knots"), (None, "debiased"))),
+    ),
 ]
 
 

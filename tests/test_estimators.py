@@ -17,12 +17,14 @@ import jagg_fx
 from bench import eager
 from jagg_fx.estimators import (
     ESTIMATORS,
+    Alternating,
     Causal,
     Corrected,
     Correction,
     Debiased,
     Endpoints,
     Exact,
+    Inner,
     Knots,
     Lagrange,
     Memory,
@@ -49,6 +51,7 @@ PLAIN = [
         Subset(3),
         Lagrange(),
         Lagrange("right"),
+        Inner(),
     ),
     *(Knots(), Knots(2, 1), Knots(1), Causal(), Causal(1, 3), Causal(2, 3, last=False)),
 ]
@@ -331,6 +334,7 @@ def test_nodes() -> None:
     assert Knots().nodes(16) == (0, 3, 6, 9, 12, 15)
     assert Knots(3, 1).nodes(9) == (0, 1, 4, 7, 8)
     assert (Lagrange().nodes(8), Lagrange("right").nodes(8)) == ((0, 3, 7), (0, 4, 7))
+    assert [Inner().nodes(n) for n in (1, 2, 4, 5, 8)] == [(0,), (0, 1), (0, 3), (1, 3), (1, 6)]
     assert Lagrange().nodes(5) == Lagrange("right").nodes(5) == (0, 2, 4)
     assert Subset(3).nodes(4) == (0, 1)
     assert [resolve(name).expected_backwards(4) for name in ("endpoints", "exact", "debiased", "subset")] == [
@@ -344,6 +348,31 @@ def test_nodes() -> None:
 
 
 # ------------------------------------------------------------------------------- variants and options
+
+
+def test_alternating_counts_the_steps_of_each() -> None:
+    e = Alternating("inner", "quadratic", every=2)
+    names = [e.variants()[e.at(step, 0.5)] for step in range(6)]
+    assert names == [Inner(), Lagrange("left"), Inner(), Lagrange("right"), Inner(), Lagrange("left")]
+    assert e.expected_backwards(8) == 2.5
+    third = Alternating("quadratic", "exact", every=3)
+    sides = [getattr(third.variants()[third.at(step, 0.5)], "side", "exact") for step in range(6)]
+    assert sides == ["left", "right", "exact", "left", "right", "exact"]
+    for bad in ({"every": 1}, {"usual": "memory"}, {"other": "nothing"}):
+        with pytest.raises(jagg_fx.OptionError):
+            Alternating(**{"usual": "inner", "other": "exact", **bad})
+
+
+def test_the_error_of_inner_nodes_is_a_seventh_for_eight_even_steps() -> None:
+    """A Jacobian that is quadratic in t, cotangents all alike."""
+    lam = index_lambdas(8)
+    jacobians = [x * x for x in lam]
+
+    def error(e) -> float:
+        rows = e.weights(lam)
+        return sum(jacobians[j] * sum(row) for j, row in zip(e.nodes(8), rows, strict=True)) - sum(jacobians)
+
+    assert error(Inner()) / error(Endpoints()) == pytest.approx(1 / 7)
 
 
 def test_variants_by_step_and_coin() -> None:

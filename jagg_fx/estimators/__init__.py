@@ -10,12 +10,13 @@ code, which `passes/merge.py` traces into the graph and tests call as it is.
 """
 
 from .base import Base, Estimator, Weight, index_lambdas, lambdas
-from .composite import ESTIMATORS, Debiased, Memory, Quadratic, Schedule, resolve
-from .groups import Corrected, Correction, Endpoints, Exact, Lagrange, Subset
+from .composite import ESTIMATORS, Alternating, Debiased, Memory, Quadratic, Schedule, resolve
+from .groups import Corrected, Correction, Endpoints, Exact, Inner, Lagrange, Subset
 from .lanes import Causal, Knots
 
 __all__ = [
     "ESTIMATORS",
+    "Alternating",
     "Base",
     "Causal",
     "Corrected",
@@ -24,6 +25,7 @@ __all__ = [
     "Endpoints",
     "Estimator",
     "Exact",
+    "Inner",
     "Knots",
     "Lagrange",
     "Memory",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from .base import Base, Estimator, Weight, check_int, check_number
-from .groups import SIDES, Corrected, Correction, Endpoints, Exact, Lagrange, Subset, _check_p
+from .groups import SIDES, Corrected, Correction, Endpoints, Exact, Inner, Lagrange, Subset, _check_p
 from .lanes import Causal, Knots
 
 
@@ -103,6 +103,46 @@ class Quadratic(Composite):
 
 
 @dataclass(frozen=True)
+class Alternating(Composite):
+    """One estimator, and another in every `every`-th step: `Alternating("inner", "quadratic", every=2)`.
+
+    For errors of opposite signs, or for a costlier estimate now and then. The mean cost of the two.
+    """
+
+    usual: Estimator
+    other: Estimator
+    every: int = 2
+    name = "alternating"
+
+    def __post_init__(self) -> None:
+        check_int("every", self.every, 2, "a number of steps from one use of the other estimator to the next")
+        for field in ("usual", "other"):
+            found = resolve(getattr(self, field))
+            if isinstance(found, Memory):
+                raise OptionError("memory cannot alternate: its state would grow old meanwhile. Use it alone.")
+            object.__setattr__(self, field, found)
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.usual.gated and self.other.gated
+
+    def variants(self) -> tuple[Estimator, ...]:
+        own = self.usual.variants()
+        return (*own, *(v for v in self.other.variants() if v not in own))
+
+    def at(self, step: int, coin: float) -> int:
+        turn = step % self.every == self.every - 1
+        one = self.other if turn else self.usual
+        # each counts its own steps, so that what alternates inside does not fall into step with this
+        own = step // self.every if turn else step - step // self.every
+        return self.variants().index(one.variants()[one.at(own, coin)])
+
+    def expected_backwards(self, n: int) -> float:
+        rest = (self.every - 1) * self.usual.expected_backwards(n)
+        return (rest + self.other.expected_backwards(n)) / self.every
+
+
+@dataclass(frozen=True)
 class Memory(Composite):
     """Endpoints plus a running estimate b of their bias, one tensor a parameter (`jagg_fx.memory.BiasMemory`).
 
@@ -144,6 +184,7 @@ ESTIMATORS: dict[str, type] = {
     "subset": Subset,
     "knots": Knots,
     "causal": Causal,
+    "inner": Inner,
     "quadratic": Quadratic,
     "memory": Memory,
 }
@@ -220,6 +261,10 @@ class Schedule(Composite):
         if not stages:
             raise OptionError(f"A schedule needs a stage. {form}")
         object.__setattr__(self, "stages", stages)
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return all(estimator.gated for _, estimator in self.stages)
 
     def variants(self) -> tuple[Estimator, ...]:
         found: list[Estimator] = []
