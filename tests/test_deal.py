@@ -93,9 +93,8 @@ def differs(a: Any, b: Any) -> None:
 # ------------------------------------------------------------------------------------------ order="time"
 
 
-@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per row"])
-@pytest.mark.parametrize(("T", "W"), [(8, 4), (11, 4), (7, 5)])
+@pytest.mark.parametrize(("T", "W", "style"), [(8, 4, STYLES[0]), (11, 4, STYLES[1]), (7, 5, STYLES[0])])
 def test_shuffled_calls_are_sorted(T: int, W: int, per_row: bool, style: str) -> None:
     """T = 11, W = 4: the last three steps in time are the ragged group."""
     args = shuffled(T, per_row=per_row)
