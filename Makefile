@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: demo test lint fuzz clean
+.PHONY: demo test test-all lint fuzz clean
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,test,lint]"
@@ -14,6 +14,9 @@ demo: $(VENV)/.installed
 	$(PY) -m bench.demo $(ARGS)
 
 test: $(VENV)/.installed lint
+	$(PY) -m pytest -n 2 -m "not thorough" $(ARGS)
+
+test-all: $(VENV)/.installed lint
 	$(PY) -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.installed

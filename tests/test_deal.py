@@ -105,6 +105,7 @@ def test_shuffled_calls_are_sorted(T: int, W: int, per_row: bool, style: str) ->
     differs(want, exact(c))
 
 
+@pytest.mark.thorough
 @given(st.integers(3, 10), st.sampled_from([3, 4, 6]), st.integers(1, 4), st.booleans(), st.integers(0, 999))
 @example(9, 4, 1, True, 0)
 def test_any_shape(T: int, W: int, rows: int, per_row: bool, seed: int) -> None:
@@ -206,6 +207,7 @@ def equal_in_value(T: int = 6) -> tuple[Tensor, ...]:
     return zs, torch.linspace(0.9, 0.1, T, dtype=D).repeat_interleave(2), targets
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lane", "number"),
     [
@@ -283,6 +285,7 @@ def test_gates_see_the_sorted_groups() -> None:
     check(run(c, "net", W=4, order="time", tau=2.0), exact(c), 1e-9, 1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["int64", "column", "float32"])
 def test_times_of_another_kind(kind: str) -> None:
     zs, ts, targets, order = shuffled(8, per_row=True)
@@ -316,6 +319,7 @@ class Two(nn.Module):
         return {"sample": v, "h": h} if self.kind == "dict" else (v, h)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_a_second_output_comes_back_in_order(kind: str) -> None:
     zs, ts, targets, order = shuffled(8, per_row=True)
@@ -344,6 +348,7 @@ def test_a_second_output_comes_back_in_order(kind: str) -> None:
     differs(got, exact(case(core, (zs, ts, targets), net)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sample", "namedtuple", "tuple", "dict"])
 def test_wrapped_outputs(kind: str) -> None:
     args = shuffled(7)
@@ -477,6 +482,7 @@ def test_an_input_that_changes_in_place(what: str) -> None:
     refused(core, shuffled(8)[:3], "place")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"order": "time"}, {"order": "call", "estimator": "debiased"}], ids=repr)
 def test_one_state_that_is_refilled(options: dict) -> None:
     def core(velocity, zs, ts, targets):
@@ -543,6 +549,7 @@ def test_a_reference_call_in_the_loop() -> None:
     check(run(case(core, (zs, ts, targets), net), "net", W=4, order="time", gate=None), want, 1e-9, 1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["loop", "call"])
 def test_autocast(where: str) -> None:
     """bf16 inside of the calls, around all of them or around each alone."""

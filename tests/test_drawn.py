@@ -219,6 +219,7 @@ def test_weights_by_index_of_drawn_steps(estimator: Estimator) -> None:
     agree(estimator, T=9, per_row=True, weights="index")
 
 
+@pytest.mark.thorough
 @given(
     st.sampled_from(FAMILIES),
     st.integers(2, 11),
@@ -236,6 +237,7 @@ def test_any_shape(estimator: Estimator, T: int, W: int, rows: int, per_row: boo
     agree(estimator, T, W, rows, per_row, seed=seed, weights=weights)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per row"])
 @pytest.mark.parametrize("estimator", ["debiased", "subset", "knots", "causal"])
 def test_two_lanes(estimator: str, per_row: bool) -> None:
@@ -288,6 +290,7 @@ def test_a_schedule_leaves_an_exact_stage() -> None:
 # ------------------------------------------------------------------------------------------ where exact
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("estimator", "W"),
     [
@@ -306,6 +309,7 @@ def test_exact_for_any_network(estimator: Any, W: int) -> None:
         assert relative_error(gradient(step, net, *args), exact(net, *args)) < 1e-9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "estimator",
     ["endpoints", "debiased", Debiased(0.5), Causal(1), "knots", Knots(4, 2), "quadratic", Memory(2, 0.5, False)],
@@ -337,6 +341,7 @@ def test_the_others_are_not_exact_for_affine_networks(estimator: Any) -> None:
 # ------------------------------------------------------------------------------------------ the draws
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per row"])
 @pytest.mark.parametrize("estimator", [Debiased(), Debiased(0.5), Subset(2)], ids=repr)
 def test_unbiased(estimator: Estimator, per_row: bool) -> None:
