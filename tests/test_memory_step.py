@@ -130,6 +130,7 @@ def test_in_a_training_loop(told: tuple) -> None:
     assert relative_error(dict(seen), want) < 1e-9
 
 
+@pytest.mark.thorough
 def test_with_a_grad_scaler(told: tuple) -> None:
     step, net, args, want = told
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
@@ -246,6 +247,7 @@ def test_a_loss_that_reads_the_parameters_besides() -> None:
     assert relative_error(gradient(step, net, *args), want) < 1e-9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("T", [6, 9])
 def test_ragged_groups_have_no_bias(T: int) -> None:
     net, args = mlp(), batch(T)
@@ -254,6 +256,7 @@ def test_ragged_groups_have_no_bias(T: int) -> None:
     assert relative_error(gradient(step, net, *args), want) < 1e-9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("W", [3, 4])
 def test_the_memory_brings_endpoints_nearer_to_exact(W: int) -> None:
     """T=7: with W=4 the last group has three steps."""
@@ -322,6 +325,7 @@ def run(estimator: Any, audit_every: int | None, loss_fn: Any = loss, n: int = 7
     return step, found, torch.get_rng_state()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("estimator", ["endpoints", "debiased", Debiased(0.5), Memory(2, 0.5, False)], ids=repr)
 def test_audits_at_their_steps(estimator: Any) -> None:
     audited, with_, after = run(estimator, 3)
@@ -343,6 +347,7 @@ def test_an_audit_has_the_error_of_its_step(estimator: str) -> None:
         assert want > 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("estimator", ["debiased", "subset", "quadratic", Debiased(0.5)], ids=repr)
 def test_an_audit_has_the_draw_of_its_step(estimator: Any) -> None:
     audited, found, _ = run(estimator, 3)
