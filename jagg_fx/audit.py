@@ -22,6 +22,7 @@ from . import _torch
 from .backend import Backend, Done
 from .passes import Joint, prepare
 from .plan import Group, Plan
+from .stats import listed
 
 __all__ = ["Audit", "GroupAudit"]
 
@@ -56,13 +57,14 @@ class Audit:
         lines = [
             f"relative error {self.relative_error:.4g}, cosine {self.cosine:.6f} (every gate open)",
             "",
-            "  group  calls    error     cosine    share   gate (smallest cosine)",
+            "  group  calls    error     cosine    |g|/|sum|  gate (smallest cosine)",
         ]
         for g in self.groups:
-            gate = f"{min(g.gate):.5f} {'open' if g.open else 'shut'}" if g.gate else "exact anyway"
-            calls = f"{g.calls[0]}-{g.calls[-1]}"
+            state = {True: "open", False: "shut: this step was exact here", None: "no gate"}[g.open]
+            gate = f"{min(g.gate):.5f} {state}" if g.gate else "exact anyway"
+            calls = listed(g.calls)
             lines.append(
-                f"  {g.number:5d}  {calls:7s}  {g.relative_error:8.2e}  {g.cosine:8.6f}  {g.share:6.1%}  {gate}"
+                f"  {g.number:5d}  {calls:7s}  {g.relative_error:8.2e}  {g.cosine:8.6f}  {g.share:9.1%}  {gate}"
             )
         lines += ["", "  share of the error, by parameter (own relative error)"]
         for name, (error, share) in list(self.parameters.items())[:8]:
@@ -108,10 +110,10 @@ class Auditor:
         result, self._backend.result = self._backend.result, None
         if result is None:
             raise RuntimeError("nothing to audit: no argument requires grad")
-        return _compared(args, result)
+        return _compared(args, result, self._step.options.plan.gate is not None)
 
 
-def _compared(args: tuple, result: tuple) -> Audit:
+def _compared(args: tuple, result: tuple, gated: bool) -> Audit:
     exact, estimate, joint, values = result
     names = _names(args, values)
     everything = _sum(exact)
@@ -119,7 +121,7 @@ def _compared(args: tuple, result: tuple) -> Audit:
     groups = []
     for group, a, b in zip(joint.groups, exact, estimate, strict=True):
         seen = tuple(float(values[joint.cosines[c]]) for c in group.calls if c in joint.cosines)
-        is_open = bool(values[joint.opens[group.number]]) if group.number in joint.opens else None
+        is_open = bool(values[joint.opens[group.number]]) if gated and group.number in joint.opens else None
         share = _norm(a) / total if total else 0.0
         groups.append(GroupAudit(group.number, group.calls, *_compare(b, a), share, seen, is_open))
     guess = _sum(estimate)

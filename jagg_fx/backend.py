@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from . import _ops, _torch
 from .errors import CaptureError, JaggWarning, OptionError, RefusedError
 from .marking import name_of
-from .options import Options, check
+from .options import Options, check, known
 from .passes import Joint, copied, deal, outline, refuse, regions, repeats, rewrite, segments
 from .plan import Plan
 from .stats import Stats
@@ -36,7 +36,7 @@ class Backend:
 
     def __init__(self, options: Options, watch: Callable | None = None) -> None:
         self.options = options
-        self.stats = Stats()
+        self.stats = Stats(watch_spans=options.plan.estimator.name == "endpoints")
         self.clock = Clock(options.seed)
         self.tails: dict[int, Any] = {}
         self._watch = watch
@@ -189,6 +189,7 @@ def backend(W: int = 4, **options: Any) -> Backend:
         raise TypeError(
             "backend() takes no audit_every: a graph alone has no loss to run again. Use jagg_fx.transform."
         )
+    known(options)
     chosen = check(W, **options)
     if chosen.plan.estimator.name == "memory":
         raise OptionError(
@@ -217,7 +218,7 @@ def _sources() -> str:
 def _warn_if_useless(joint: Joint | None) -> None:
     if joint is None or joint.plan.estimator.name == "exact" or joint.plan.W <= 2:
         return
-    longest = max(len(g.calls) for g in joint.groups)
+    longest = max((len(g.calls) for g in joint.groups), default=1)
     text = f"{len(joint.sites)} velocity calls form no group of more than {longest} timesteps, so "
     if not any(g.pruned for g in joint.groups):
         text += "every backward is kept: the gradient is exact and nothing is saved."
@@ -225,6 +226,11 @@ def _warn_if_useless(joint: Joint | None) -> None:
         text += "one backward of three is pruned: a step is at most 1.29x faster."
     else:
         return
+    if longest == 1 and len(joint.sites) > 2:
+        text += (
+            " Each call is a lane of its own, as calls at one time are: is the right argument taken for the time? Say "
+            "which it is with time=... (its position or name)."
+        )
     warnings.warn(
         f"{text} JAGG needs windows of three timesteps or more, better of four.",
         JaggWarning,

@@ -58,6 +58,7 @@ def time_argument(f: Callable, time: str | int | None) -> tuple[str | None, int]
         return (time, -1) if isinstance(time, str) else (None, 1 if time is None else time)
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     anything = len(names) < len(parameters)  # *args or **kwargs
+    by_name_given = time is not None
     if time is None:
         by_name = [n for n in TIME_NAMES if n in names]
         time = by_name[0] if by_name else 1
@@ -66,6 +67,11 @@ def time_argument(f: Callable, time: str | int | None) -> tuple[str | None, int]
         return names[at], at
     if anything:
         return (at, -1) if isinstance(at, str) else (None, at)
+    if not by_name_given and at == 1:
+        raise CaptureError(
+            f"The velocity {name_of(f)} takes ({', '.join(names)}): none of these can be its time. Groups are made in "
+            "time: let the velocity take it as an argument, or call it through jagg_fx.velocity(f, z, t)."
+        )
     raise CaptureError(
         f"time={time!r} is not an argument of the velocity {name_of(f)}, which takes ({', '.join(names)}). Give the "
         "name or position of the argument that holds the time: time=..."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from .plan import Plan
 COMPILERS = ("inductor", "eager")
 WEIGHTS = ("time", "index")
 TAU = {"cosine": 0.995, "head": 0.1}  # a smallest cosine; a largest relative error
+_OWN = object()  # tau is not given: the gate's own
 ORDERS = ("call", "time")
 
 
@@ -36,11 +39,21 @@ class Options:
     seed: int = 0
 
 
+def known(options: dict[str, Any]) -> None:
+    """Raises OptionError for an option that does not exist."""
+    names = list(inspect.signature(check).parameters)
+    for name in options:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f" Did you mean {close[0]}=?" if close else ""
+            raise OptionError(f"{name}= is not an option.{hint} There are {', '.join(names)}.")
+
+
 def check(
     W: Any = 4,
     *,
     estimator: Any = "endpoints",
-    tau: Any = None,
+    tau: Any = _OWN,
     gate: Any = "cosine",
     weights: Any = "time",
     velocity: Any = None,
@@ -60,7 +73,7 @@ def check(
         raise OptionError(f"W must be an int, the number of steps per group; found {W!r}. Use W=4, say.")
     if W < 1:
         raise OptionError(f"W={W}: a group has at least one step. Use W=1 for exact, W=4 for two backwards of four.")
-    if tau is None:
+    if tau is _OWN:
         tau = TAU["head" if gate == "head" else "cosine"]
     if isinstance(tau, bool) or not isinstance(tau, (int, float)) or math.isnan(tau):
         raise OptionError(

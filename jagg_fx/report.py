@@ -15,7 +15,7 @@ from . import _torch
 from .backend import Backend, Done
 from .errors import CaptureError
 from .estimators import Exact, index_lambdas, lambdas
-from .options import check
+from .options import check, known
 from .passes import Joint, copied, rewrite, subgraph, view_chain
 from .plan import Call, Group, Plan
 from .transform import Step
@@ -153,6 +153,7 @@ def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -
     Captures and rewrites the graph on the example arguments; nothing is run or compiled. Takes the options of
     `transform`; raises its errors.
     """
+    known(options)
     chosen = check(W, **{**options, "compiler": "eager"})
     inspector = _Inspector(chosen)
     step = Step(loss_fn, chosen, inspector)

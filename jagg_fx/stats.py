@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +35,11 @@ class Stats:
     """
 
     _CHECK_EVERY = 16  # steps between looks at the gates: each look makes the host wait for the device
+    _FIRST_LOOKS = (2, 4)
     WIDE = 0.35  # of the way from noise to data: from there on the error of endpoints shows in training
 
-    def __init__(self) -> None:
+    def __init__(self, watch_spans: bool = True) -> None:
+        self._watch_spans = watch_spans  # for endpoints; other estimators are made for wide groups
         self.audits: deque[tuple[int, Any]] = deque(maxlen=1000)
         self._table: Tensor | None = None
         self._steps = 0
@@ -45,14 +48,14 @@ class Stats:
     def record(self, table: Tensor) -> None:
         self._table = table.detach()
         self._steps += 1
-        if self._steps == 1:
+        if self._steps == 1 and self._watch_spans:
             self._warn_if_wide()
-        if self._steps % self._CHECK_EVERY == 0 and self._mostly_shut < 2:
+        if (self._steps in self._FIRST_LOOKS or self._steps % self._CHECK_EVERY == 0) and self._mostly_shut < 2:
             self._mostly_shut = self._mostly_shut + 1 if self.fallback_share >= 0.9 else 0
             if self._mostly_shut == 2:
                 warnings.warn(
-                    f"The gate was shut for {self.fallback_share:.0%} of the groups in each look at the last "
-                    f"{2 * self._CHECK_EVERY} steps: they took the exact backward, and little is saved. On SDE "
+                    f"The gate was shut for {self.fallback_share:.0%} of the groups at step {self._steps}, and was so "
+                    "when last looked at: they took the exact backward, and little is saved. On SDE "
                     "trajectories the states are not on a line, and the cosine shuts although the "
                     "gradient may agree well: see "
                     "step.audit(...) for the true error, then use gate=None, a lower tau, or a smaller W.",
@@ -71,8 +74,8 @@ class Stats:
             warnings.warn(
                 f"Group {widest.number} (calls {widest.calls[0]} to {widest.calls[-1]}) spans {widest.span:.3g} of "
                 f"time (a trajectory has {unit:g}). The error of the estimate grows with the square of the span, "
-                "and beyond a third of a trajectory training is seen to suffer: use a smaller W or more timesteps, an "
-                "unbiased estimator ('debiased'), and step.audit(...) to see the true error.",
+                "and beyond a third of a trajectory supervised training is seen to suffer: use a smaller W or more "
+                "timesteps, estimator='quadratic' or 'knots', and step.audit(...) to see the true error.",
                 JaggWarning,
                 stacklevel=2,
             )
@@ -111,12 +114,19 @@ class Stats:
         for g in groups:
             cos = ", cosine " + ", ".join(f"{c:.5f}" for c in g.cosines.values()) if g.cosines else ""
             state = {True: "open, merged", False: "shut, exact", None: "no gate"}[g.open]
-            lines.append(f"  group {g.number}: calls {g.calls[0]}-{g.calls[-1]}, span {g.span:.3g}{cos}: {state}")
+            lines.append(f"  group {g.number}: calls {listed(g.calls)}, span {g.span:.3g}{cos}: {state}")
         for step, audit in list(self.audits)[-3:]:
             lines.append(
                 f"  audit of step {step}: relative error {audit.relative_error:.3g}, cosine {audit.cosine:.5f}"
             )
         return "\n".join(lines)
+
+
+def listed(calls: Sequence[int]) -> str:
+    """0-3, or 0,2,4,6 for the calls of one lane among several."""
+    if list(calls) == list(range(calls[0], calls[-1] + 1)):
+        return f"{calls[0]}-{calls[-1]}"
+    return ",".join(map(str, calls))
 
 
 def as_dict(stats: Stats) -> dict[str, Any]:

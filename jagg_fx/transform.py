@@ -16,11 +16,11 @@ from . import _torch
 from .audit import Audit, Auditor
 from .backend import Backend
 from .discover import discover
-from .errors import CaptureError, JaggError, JaggWarning, RefusedError
+from .errors import CaptureError, JaggError, JaggWarning, OptionError, RefusedError
 from .estimators import Memory
 from .marking import installed, marking_call, places
 from .memory import BiasMemory, Remembered
-from .options import Options, check
+from .options import Options, check, known
 from .stats import Stats
 
 __all__ = ["Step", "transform"]
@@ -58,6 +58,7 @@ def transform(loss_fn: Callable, W: int = 4, **options: Any) -> Step:
     """
     if not callable(loss_fn):
         raise TypeError(f"transform takes a loss function; found {type(loss_fn).__name__}.")
+    known(options)
     chosen = check(W, **options)
     _warn_if_useless(chosen)
     return Step(loss_fn, chosen)
@@ -167,8 +168,18 @@ class Step:
         return {"step": self.backend.clock.step, "memory": memory, "reached": self._reached}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`. Raises OptionError for another object, or for a memory that this step has not."""
+        if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
+            raise OptionError(
+                f"This is no state of a step, which has {', '.join(self.state_dict())}; found {state!r:.80}."
+            )
+        if (state["memory"] is None) != (self.memory is None):
+            raise OptionError(
+                "The state and this step differ in having a memory: one of the two was made with estimator='memory', "
+                "the other was not. Load it into a step with the same estimator."
+            )
         self.backend.clock.step = state["step"]
-        if self.memory is not None and state["memory"] is not None:
+        if self.memory is not None:
             self.memory.load_state_dict(state["memory"])
             self._reached = state["reached"]
 
@@ -192,6 +203,12 @@ class Step:
         assert self.memory is not None
         first = args[0].parameters() if isinstance(args[0], nn.Module) else pytree.tree_leaves(args[0])
         trained = [p for p in first if isinstance(p, Tensor) and p.requires_grad]
+        elsewhere = [p for f in self._velocities if isinstance(f, nn.Module) for p in f.parameters() if p.requires_grad]
+        if not trained or (isinstance(args[0], nn.Module) and not {*map(id, elsewhere)} <= {*map(id, trained)}):
+            raise RefusedError(
+                "estimator='memory' keeps one tensor for each parameter of the first argument of the loss, and the "
+                "velocity has parameters that are not there. Pass the network, or its parameters, as that argument."
+            )
         if self.options.plan.estimator.measures(step):
             with self.backend.clock.forced(1, step), _torch.replayed(noise):
                 again = self._once(args, kwargs)
@@ -309,6 +326,12 @@ def _explained(error: BaseException) -> BaseException:
             "from call to call. Pad "
             "to few shapes, pass numbers as tensors, use dynamic=True, or raise torch._dynamo.config.recompile_limit. "
             f"What torch says:\n{_torch.short_message(error)}"
+        )
+    text = _torch.short_message(error)
+    if "failed to bind arguments" in text or "fake tensor call" in text:
+        return CaptureError(
+            "The loss itself fails on these arguments, it seems: a shape, a dtype, or an argument too few. Call the "
+            f"loss without jagg_fx to see it plainly. What torch says:\n{text}"
         )
     return CaptureError(
         "The loss could not be captured as one graph, which the rewrite needs. Usually a Python branch or an index "

@@ -263,3 +263,37 @@ def test_nothing_is_left_changed_after_an_exception(style: str) -> None:
     with pytest.raises(jagg_fx.JaggError):
         jagg_fx.transform(case.loss(style), W=4, **EAGER)(subject, *case.args)
     assert _state(case.net) == before
+
+
+def test_an_unknown_option_is_named_with_its_neighbour() -> None:
+    for make in (jagg_fx.transform, jagg_fx.explain):
+        with pytest.raises(jagg_fx.OptionError, match=r"gates= is not an option.*gate=\?"):
+            make(lambda net: net, gates=None)
+    with pytest.raises(jagg_fx.OptionError, match="not an option"):
+        jagg_fx.backend(estimater="exact")
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    step = jagg_fx.transform(lambda net: net, estimator="memory")
+    with pytest.raises(jagg_fx.OptionError, match="no state of a step"):
+        step.load_state_dict({"foo": 1})
+    with pytest.raises(jagg_fx.OptionError, match="memory"):
+        step.load_state_dict(jagg_fx.transform(lambda net: net).state_dict())
+
+
+def test_a_memory_of_parameters_that_are_elsewhere_is_refused() -> None:
+    case = simple_case(linear, T=4, noise=0.3)
+    loss_fn = case.loss("net")
+    step = jagg_fx.transform(
+        lambda scale, *args: scale * loss_fn(case.net, *args), estimator="memory", compiler="eager"
+    )
+    with pytest.raises(jagg_fx.RefusedError, match="first argument"):
+        step(2.0, *case.args)
+
+
+def test_a_loss_that_fails_by_itself_is_told_apart_from_one_that_cannot_be_captured() -> None:
+    case = simple_case(linear, T=4)
+    zs, ts, cs = case.args
+    step = jagg_fx.transform(case.loss("net"), W=4, compiler="eager")
+    with pytest.raises(jagg_fx.CaptureError, match="itself fails"):
+        step(case.net, zs, ts, cs[..., :3])

@@ -51,7 +51,7 @@ def test_few_timesteps(T: int, what: str) -> None:
 def test_wide_spans_are_told_once(unit: float) -> None:
     (text,) = said(4, 4, steps=3, span=0.8, unit=unit)
     assert "spans" in text
-    assert "debiased" in text
+    assert "quadratic" in text
     assert said(8, 4, steps=1, span=0.8, unit=unit) == []
 
 
@@ -61,3 +61,23 @@ def test_shut_gates_are_told_once() -> None:
     assert "shut" in texts[0]
     assert "gate=None" in texts[0]
     assert said(4, 4, steps=40, span=0.3, gate="cosine", tau=-2.0) == []
+
+
+def test_estimators_made_for_wide_groups_are_not_warned_of() -> None:
+    assert said(8, 4, span=0.8, estimator="knots") == []
+
+
+def test_a_condition_taken_for_the_time_is_told() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = torch.nn.Linear(4, 4)
+
+        def forward(self, x, cond, tt):
+            return self.out(torch.tanh(x * cond + tt))
+
+    net, zs, ts = Net().double(), torch.randn(4, 2, 4, dtype=torch.float64), torch.linspace(0.9, 0.1, 4).double()
+    cond = torch.randn(2, 1, dtype=torch.float64)
+    step = jagg_fx.transform(lambda n: sum(n(zs[k], cond, ts[k]).sum() for k in range(4)), W=4, compiler="eager")
+    with pytest.warns(jagg_fx.JaggWarning, match="time="):
+        step(net).backward()
