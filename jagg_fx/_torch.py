@@ -208,10 +208,6 @@ def capture_errors() -> tuple[type[BaseException], ...]:
     return tuple(errors if limit is None else [*errors, limit])
 
 
-def reset_dynamo_code(code: Any) -> None:
-    torch._dynamo.reset_code(code)
-
-
 def short_message(error: BaseException) -> str:
     """Dynamo's message without its advice on debugging."""
     text = str(error).split("Set TORCHDYNAMO_VERBOSE")[0]

@@ -72,8 +72,8 @@ class Causal(Base):
     lambda_a), so C[b, k] = 1 + e and C[a, k] = -e. On stochastic trajectories a later state has seen the noise of
     step k, so that an interpolation from both sides keeps a bias however large the batch: this one does not.
 
-    factor: 1 is exact for affine networks. 1.5 measured best for policy gradients on SDE trajectories, where a node
-    is itself half a step off the line; 0 holds the Jacobian of the latest node.
+    factor: 1 is exact for affine networks; 0 holds the Jacobian of the latest node. 1.5 was best in early trials with
+    policy gradients; in `bench/grpo.py` neither is told from the other.
     stride: nodes are steps 0 and 1, which a step after them needs both, and then every `stride`-th: 0, 1, 3, 5, ...
     (1 + T / 2 backwards).
     last: the last step is a node too. No step is extrapolated from it, so this can only take an error away, for at
