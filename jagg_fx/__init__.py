@@ -7,6 +7,7 @@ from .errors import (
     JaggWarning,
     OptionError,
     RefusedError,
+    StaleError,
     TimesError,
     VerifyError,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "OptionError",
     "RefusedError",
     "Report",
+    "StaleError",
     "Step",
     "TimesError",
     "VerifyError",

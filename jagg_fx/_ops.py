@@ -2,7 +2,9 @@
 
 `begin` and `end` bracket a velocity call in the captured forward graph. `call` and its derivative `cotangent`
 stand on both sides of the joint graph at each call's velocity, with the call's number and time. `gates` holds
-the place of the gates' values among the outputs. `checked` raises where weights cannot be used.
+the place of the gates' values among the outputs. `checked` raises where weights cannot be used, `fresh` where a
+velocity that the caller handed in is not what the network returns. `scaled` marks where a gradient that was computed
+with the loss meets the tangent.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import TimesError
+from .errors import StaleError, TimesError
 
 _define = torch.library.custom_op
 
@@ -36,12 +38,16 @@ def _(t: Tensor) -> None:
 
 
 @_define("jagg_fx::call", mutates_args=())
-def call(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int, hidden: Tensor | None) -> Tensor:
+def call(
+    v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int, hidden: Tensor | None, given: Tensor | None
+) -> Tensor:
     return v.clone()
 
 
 @call.register_fake
-def _(v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int, hidden: Tensor | None) -> Tensor:
+def _(
+    v: Tensor, t: Tensor, index: int, site: str, where: str, lane: int, hidden: Tensor | None, given: Tensor | None
+) -> Tensor:
     return torch.empty_like(v)
 
 
@@ -60,7 +66,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, g):
-    return torch.ops.jagg_fx.cotangent(g, ctx.index), None, None, None, None, None, None
+    return torch.ops.jagg_fx.cotangent(g, ctx.index), None, None, None, None, None, None, None
 
 
 call.register_autograd(_backward, setup_context=_setup)
@@ -90,3 +96,31 @@ def checked(lam: Tensor, good: Tensor, what: str) -> Tensor:
 @checked.register_fake
 def _(lam: Tensor, good: Tensor, what: str) -> Tensor:
     return torch.empty_like(lam)
+
+
+@_define("jagg_fx::fresh", mutates_args=())
+def fresh(v: Tensor, given: Tensor, tolerance: float, what: str) -> Tensor:
+    """v as it is, or an error if |given - v| > tolerance |v| (a device-side assertion on CUDA: no host sync)."""
+    wide = v.double()
+    good = (given.double() - wide).square().sum() <= tolerance**2 * wide.square().sum()
+    if v.device.type == "cpu":
+        if not good:
+            raise StaleError(what)
+    else:
+        torch._assert_async(good, what)
+    return v.clone()
+
+
+@fresh.register_fake
+def _(v: Tensor, given: Tensor, tolerance: float, what: str) -> Tensor:
+    return torch.empty_like(v)
+
+
+@_define("jagg_fx::scaled", mutates_args=())
+def scaled(gradient: Tensor, tangent: Tensor) -> Tensor:
+    return gradient * tangent
+
+
+@scaled.register_fake
+def _(gradient: Tensor, tangent: Tensor) -> Tensor:
+    return torch.empty_like(gradient)

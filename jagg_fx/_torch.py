@@ -13,7 +13,7 @@ import torch._functorch.config
 import torch.fx.experimental.proxy_tensor
 from torch import fx
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor
 
 cond = torch.ops.higher_order.cond
@@ -36,11 +36,11 @@ def fake_mode(values: Sequence[Any]) -> Any:
     return modes[0] if modes else torch._guards.detect_fake_mode(values)
 
 
-def example_input(shape: Sequence[int], inputs: Sequence[Any]) -> torch.Tensor:
-    """An fp32 input like those that a backend is given, on the device of the first tensor among them."""
+def example_input(shape: Sequence[int], inputs: Sequence[Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An input like those that a backend is given, on the device of the first tensor among them."""
     device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     with fake_mode(inputs) or contextlib.nullcontext():
-        return torch.empty(tuple(shape), device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def real_tensors() -> Any:
@@ -101,6 +101,31 @@ def min_cut(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphMod
     return min_cut_rematerialization_partition(gm, inputs, compiler="inductor", **kwargs)
 
 
+def split(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph where gradients meet the tangent (`passes/whole.py`), or as Inductor does if nowhere."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    marked = gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.scaled.default)
+    if not marked:
+        kwargs.pop("compiler", None)
+        return min_cut(gm, inputs, **kwargs)
+    saved = list(dict.fromkeys(n.args[0] for n in marked))
+    for node in marked:
+        node.target = torch.ops.aten.mul.Tensor
+    return _extract_fwd_bwd_modules(gm, saved, saved_sym_nodes=[], num_fwd_outputs=kwargs["num_fwd_outputs"])
+
+
+class _Split(CustomPartitionerFn):
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        return split(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return self._key
+
+
 def _as_is(gm: fx.GraphModule, inputs: Any) -> Callable:
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -119,7 +144,7 @@ def compile_eager(
         if look is not None:
             look(joint, joint_inputs, kwargs["num_fwd_outputs"])
         rewrite(joint)
-        return min_cut(joint, joint_inputs, **kwargs)
+        return split(joint, joint_inputs, **kwargs)
 
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=_as_is, partition_fn=partition)
     with _compile_context():
@@ -140,12 +165,17 @@ class _JointPass(CustomGraphPass):
 
 
 def compile_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], rewrite: Callable, key: str, options: dict[str, Any]
+    gm: fx.GraphModule, inputs: Sequence[Any], rewrite: Callable, key: str, options: dict[str, Any], whole: bool = False
 ) -> Callable:
-    """Hand the graph to Inductor, with the rewrite as a pass of its joint graph."""
+    """Hand the graph to Inductor, with the rewrite as a pass of its joint graph.
+
+    whole: split the graph where gradients meet the tangent.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**options, "joint_custom_pre_pass": _JointPass(rewrite, key)}
+    if whole:
+        patches["custom_partitioner_fn"] = _Split(key)
     with _compile_context():
         return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]
 

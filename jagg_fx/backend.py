@@ -17,8 +17,9 @@ from torch import Tensor, fx
 from . import _ops, _torch
 from .errors import CaptureError, JaggWarning, OptionError, RefusedError
 from .marking import name_of
-from .options import Options, check, known
-from .passes import Joint, copied, deal, outline, refuse, regions, repeats, rewrite, segments
+from .options import Options, check
+from .options import known as check_names
+from .passes import Joint, copied, deal, known, outline, refuse, regions, repeats, rewrite, segments
 from .plan import Plan
 from .stats import Stats
 
@@ -34,10 +35,13 @@ class Done(BaseException):
 class Backend:
     """Compiles the graphs that Dynamo captures from one loss. Use `backend(...)` to make one."""
 
-    def __init__(self, options: Options, watch: Callable | None = None) -> None:
+    def __init__(self, options: Options, watch: Callable | None = None, like: Backend | None = None) -> None:
+        """like: a backend whose steps these are too; the velocities of all calls are then handed in (`given`)."""
         self.options = options
-        self.stats = Stats(watch_spans=options.plan.estimator.name == "endpoints")
-        self.clock = Clock(options.seed)
+        own = Stats(watch_spans=options.plan.estimator.name == "endpoints")
+        self.stats: Stats = own if like is None else like.stats
+        self.clock: Clock = Clock(options.seed) if like is None else like.clock
+        self.given = None if like is None else Given()
         self.tails: dict[int, Any] = {}
         self._watch = watch
 
@@ -82,14 +86,16 @@ class Backend:
                 return exact(*args)
 
             return run_exact
+        given = [] if self.given is None else known.add(gm)
         dealt = deal.run(gm, plan)
         drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
         _add_stats(gm)
-        compiled = self._compile(gm, [*inputs, *drawn], plan)
+        compiled = self._compile(gm, [*inputs, *given, *drawn], plan)
 
         def run(*args: Tensor) -> Any:
+            handed = self.given.like(given) if self.given is not None else []
             while dealt.checks:  # once, on the first batch
-                if dealt.checks[-1](*args):
+                if dealt.checks[-1](*args, *handed):
                     raise RefusedError(
                         "The velocity mixes the rows of a batch (a row of its output depends on others' inputs), so "
                         "rows cannot be dealt to other calls, as times per row need with order='time' or with an "
@@ -97,7 +103,7 @@ class Backend:
                         "order='call' and estimator='endpoints'."
                     )
                 dealt.checks.pop()
-            *out, table = compiled(*args, *(self.clock.uniforms(x) for x in drawn))
+            *out, table = compiled(*args, *handed, *(self.clock.uniforms(x) for x in drawn))
             self.stats.record(table)
             self.clock.tick()
             return tuple(out)
@@ -112,7 +118,8 @@ class Backend:
 
         if o.compiler == "eager":
             return _torch.compile_eager(gm, inputs, go)
-        return _torch.compile_inductor(gm, inputs, go, cache_key(plan), _torch.inductor_options(o.mode, o.options))
+        settings = _torch.inductor_options(o.mode, o.options)
+        return _torch.compile_inductor(gm, inputs, go, cache_key(plan), settings, plan.activations != "keep")
 
 
 class Clock:
@@ -160,6 +167,34 @@ class Clock:
         return torch.Generator().manual_seed(hash((self.seed, step, stream)) % 2**63)
 
 
+class Given:
+    """The velocities that the caller of a step hands in, on their way into its graph."""
+
+    def __init__(self) -> None:
+        self._now = threading.local()
+
+    @contextlib.contextmanager
+    def handed(self, velocities: Tensor | Sequence[Tensor]) -> Iterator[None]:
+        self._now.velocities = list(velocities)
+        try:
+            yield
+        finally:
+            self._now.velocities = None
+
+    def like(self, examples: Sequence[Tensor]) -> list[Tensor]:
+        """Those of this step, in the dtype and on the device of the network's own. Refuses other shapes."""
+        found = self._now.velocities
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in found]
+        if shapes != [tuple(x.shape) for x in examples]:
+            raise OptionError(
+                f"velocities= holds {len(shapes)} velocities of shapes {sorted(set(map(str, shapes)))}; the loss makes "
+                f"{len(examples)} calls with gradient, of shapes {sorted({str(tuple(x.shape)) for x in examples})}. "
+                "Hand in one tensor for each call, in the order of the loss, or one tensor of all with a first "
+                "dimension for the calls."
+            )
+        return [x.detach().to(e.device, e.dtype).contiguous() for x, e in zip(found, examples, strict=True)]
+
+
 def _add_stats(gm: fx.GraphModule) -> None:
     """Hold a place among the outputs for a table of the gates' values, `passes/gate.py` fills it."""
     output = gm.graph.output_node()
@@ -189,7 +224,7 @@ def backend(W: int = 4, **options: Any) -> Backend:
         raise TypeError(
             "backend() takes no audit_every: a graph alone has no loss to run again. Use jagg_fx.transform."
         )
-    known(options)
+    check_names(options)
     chosen = check(W, **options)
     if chosen.plan.estimator.name == "memory":
         raise OptionError(

@@ -26,6 +26,10 @@ class TimesError(JaggError):
     """The times of a group do not allow an interpolation: equal endpoints, or a step outside of them."""
 
 
+class StaleError(JaggError):
+    """Velocities that were handed in (`velocities=`) are not those of the current parameters."""
+
+
 class VerifyError(JaggError):
     """A pass left a graph that breaks a rule of the rewrite: a bug in jagg_fx, caught before anything ran."""
 

@@ -21,6 +21,7 @@ WEIGHTS = ("time", "index")
 TAU = {"cosine": 0.995, "head": 0.1}  # a smallest cosine; a largest relative error
 _OWN = object()  # tau is not given: the gate's own
 ORDERS = ("call", "time")
+ACTIVATIONS = ("keep", "group", "recompute")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def check(
     lane: Any = None,
     audit_every: Any = None,
     seed: Any = 0,
+    activations: Any = "keep",
 ) -> Options:
     """Options from keyword arguments. Raises OptionError (a ValueError) for a value that cannot be taken."""
     if isinstance(W, bool) or not isinstance(W, int):
@@ -83,6 +85,7 @@ def check(
     _one_of("weights", weights, WEIGHTS)
     _one_of("compiler", compiler, COMPILERS)
     _one_of("order", order, ORDERS)
+    _one_of("activations", activations, ACTIVATIONS)
     velocities = () if velocity is None else tuple(velocity) if isinstance(velocity, (list, tuple)) else (velocity,)
     if not all(map(callable, velocities)) or (velocity is not None and not velocities):
         raise OptionError(
@@ -105,7 +108,7 @@ def check(
         raise OptionError(f"has_aux must be True or False; found {has_aux!r}.")
     chosen: Estimator = resolve(estimator)
     return Options(
-        Plan(W, chosen, gate, float(tau), weights, order, lane),
+        Plan(W, chosen, gate, float(tau), weights, order, lane, activations),
         velocities,
         time,
         has_aux,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from . import _torch
 from .audit import Audit, Auditor
-from .backend import Backend
+from .backend import Backend, Given
 from .discover import discover
 from .errors import CaptureError, JaggError, JaggWarning, OptionError, RefusedError
 from .estimators import Memory
@@ -83,15 +85,19 @@ class Step:
     optimisers work. step.grad_and_value(*args) -> (gradients, loss) in the order of torch.func; with an
     nn.Module first, gradients are a dict by parameter name, None where eager gives None. torch.func.grad(step)
     gives the same gradient. step.stats: the gates of the last step.
+
+    step(*args, velocities=...) : what the network returns for the calls with gradient, in their order, if that is known
+    already (a rollout's, while the parameters are still those): T tensors, or one with a first dimension of T. The
+    forwards of pruned timesteps are then left out. Those of the others are compared with what is handed in: StaleError
+    if they differ by more than rounding. A loss with an argument of that name keeps it to itself.
     """
 
     def __init__(self, loss_fn: Callable, options: Options, backend: Backend | None = None) -> None:
         self.loss_fn = loss_fn
         self.options = options
         self.backend = backend or Backend(options)
-        self._compiled = torch.compile(
-            _own_code(loss_fn), backend=self.backend, fullgraph=True, dynamic=options.dynamic
-        )
+        self._compiled = self._compile(self.backend)
+        self._with_given: tuple[Given, Callable] | None = None  # made at the first need
         # Raised at the first need: the switch costs some milliseconds a call.
         self._limit: Callable[[], Any] = contextlib.nullcontext
         self._calls: dict[int, tuple[Callable, list, Callable]] = {}
@@ -99,9 +105,13 @@ class Step:
         self._auditor: Auditor | None = None
         e = options.plan.estimator
         self.memory = BiasMemory(e.beta, e.shrink) if isinstance(e, Memory) else None
+        self._now = threading.local()  # what this thread runs in place of the plain step
         self._reached: list[bool] | None = None  # parameters that the loss reaches: the others keep a gradient of None
         self._velocities: tuple[Callable, ...] = options.velocity
         self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
+
+    def _compile(self, backend: Backend) -> Callable:
+        return torch.compile(_own_code(self.loss_fn), backend=backend, fullgraph=True, dynamic=self.options.dynamic)
 
     def __reduce__(self) -> tuple:
         # A copy captures anew: compiled code and guards belong to one process.
@@ -184,7 +194,13 @@ class Step:
             self._reached = state["reached"]
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
-        """One step, with what belongs to it besides the compiled graph: the memory, and a regular audit."""
+        """One step, with what belongs to it besides the compiled graph: known velocities, the memory, an audit."""
+        if "velocities" in kwargs and "velocities" not in _names(self.loss_fn):
+            kwargs = dict(kwargs)
+            velocities = kwargs.pop("velocities")
+            if velocities is not None:
+                with self._handing(velocities):
+                    return self._run(args, kwargs)
         before = self.backend.clock.step
         every = self.options.audit_every
         twice = self.memory is not None or every is not None
@@ -197,6 +213,34 @@ class Step:
         if self.memory is None:
             return out
         return self._remembered(out, before, args, kwargs, noise)
+
+    @contextlib.contextmanager
+    def _handing(self, velocities: Any) -> Iterator[None]:
+        """Steps run here take these velocities in place of the forwards that serve for nothing else."""
+        if not isinstance(velocities, (Tensor, list, tuple)):
+            raise OptionError(
+                "velocities= takes one tensor for each call with gradient, in a list or stacked; found "
+                f"{velocities!r:.80}."
+            )
+        if self.options.plan.gate == "head":
+            raise OptionError(
+                "velocities= leaves out the forwards between a group's nodes, and gate='head' needs the last layer's "
+                "input in each of them. Use gate=None or 'cosine', or leave velocities= out."
+            )
+        if self._with_given is None:
+            backend = Backend(self.options, like=self.backend)
+            assert backend.given is not None
+            self._with_given = backend.given, self._compile(backend)
+        given, compiled = self._with_given
+        with given.handed(velocities):
+            self._now.compiled = compiled
+            try:
+                yield
+            finally:
+                del self._now.compiled
+
+    def _run_now(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._now, "compiled", self._compiled)(*args, **kwargs)
 
     def _remembered(self, out: Any, step: int, args: tuple, kwargs: dict, noise: Any) -> Any:
         """The loss, with the memory's estimate of the bias added to the gradients that its backward computes."""
@@ -229,7 +273,7 @@ class Step:
         args = _aliased(args)
         try:
             with installed(self._marking()), self._limit():
-                out = self._compiled(*args, **kwargs)
+                out = self._run_now(*args, **kwargs)
         except JaggError:
             raise
         except Exception as error:
@@ -288,6 +332,14 @@ def _own_code(loss_fn: Callable) -> Callable:
         None,
         traced.__closure__,
     )
+
+
+def _names(f: Callable) -> list[str]:
+    """Names of a function's arguments, as far as it shows them."""
+    try:
+        return list(inspect.signature(f).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _aliased(args: tuple) -> tuple:

@@ -12,7 +12,7 @@ from torch import fx
 
 from jagg_fx.plan import Plan
 
-from . import branch, find, gate, group, isolate, merge, prune, slim
+from . import again, branch, find, gate, group, isolate, known, merge, prune, slim, whole
 from .joint import Joint, copied, is_call, subgraph, view_chain
 from .verify import verify
 
@@ -24,7 +24,10 @@ PASSES = (
     isolate.run,  # for a part of a gradient: without what did not come through the groups
     branch.run,  # gated groups: both ways behind the gate
     prune.run,  # the backward of every interior timestep goes
+    known.run,  # its forward too, where the caller has its velocity
     slim.run,  # and with it what its forward kept for it
+    again.run,  # forwards done again, rather than kept, where memory is wanted more than time
+    whole.run,  # groups one after the other, for the same
 )
 
 
@@ -59,4 +62,4 @@ def _apply(joint: Joint, passes, watch=None) -> None:
             watch(name, joint)
 
 
-__all__ = ["PASSES", "Joint", "copied", "is_call", "prepare", "rewrite", "subgraph", "view_chain"]
+__all__ = ["PASSES", "Joint", "copied", "is_call", "known", "prepare", "rewrite", "subgraph", "view_chain"]

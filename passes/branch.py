@@ -57,6 +57,7 @@ def _branch(joint: Joint, group: Group, made: dict[tuple, str]) -> None:
         made[key] = fresh(joint.gm, f"jagg_group_of_{len(sites)}")
         body = _group_body(joint, operands.nodes, merged, exact, wanted, finite[0])
         joint.gm.register_module(made[key], body)
+        joint.branch_bodies.add(made[key])
     attr = made[key]
     with joint.graph.inserting_after(finite[0]):
         node = call_region(joint.graph, getattr(joint.gm, attr), attr, [finite[0], *operands.nodes])

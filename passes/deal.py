@@ -179,6 +179,9 @@ def _deal(
     for mark, time in zip(lane, dealt, strict=True):
         mark.update_arg(1, time)
         mark.update_arg(5, name)
+    if lane[0].args[7] is not None:
+        for mark, given in zip(lane, _move(graph, order, [m.args[7] for m in lane], "given"), strict=True):  # type: ignore[misc]
+            mark.update_arg(7, given)
     for position in positions:
         own: list[Any] = [r.args[position] for r in regions]
         for region, x in zip(regions, _move(graph, order, own, "dealt"), strict=True):

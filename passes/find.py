@@ -29,7 +29,7 @@ def run(joint: Joint) -> None:
     }
     number = expressions(graph)
     for mark in marks:
-        velocity, time, index, site, where, lane, hidden = mark.args
+        velocity, time, index, site, where, lane, hidden, given = mark.args
         forward = velocity.args[0]
         if not is_region(forward):
             raise AssertionError(f"{velocity} is not an output of a velocity call")
@@ -38,7 +38,7 @@ def run(joint: Joint) -> None:
             backward, positions = _backward(cotangents[index])
             call = Call(index, site, number[time], where, forward.args[0].target + backward.args[0].target, lane=lane)
             joint.backward_bodies.add(backward.args[0].target)
-            joint.sites[index] = Site(call, forward, velocity, time, backward, positions, hidden)
+            joint.sites[index] = Site(call, forward, velocity, time, backward, positions, hidden, given)
     joint.counts = {
         "nodes": len(graph.nodes),
         "forwards": len(joint.forwards),

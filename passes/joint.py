@@ -26,6 +26,7 @@ class Site:
     backward: fx.Node | None = None  # invoke_subgraph of the backward body
     cotangents: list[int] = field(default_factory=list)  # which arguments of `backward` are cotangents
     hidden: fx.Node | None = None  # the input of its last layer, for gate="head"
+    given: fx.Node | None = None  # its velocity as the caller handed it in
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -51,6 +52,7 @@ class Joint:
     own: dict[int, list[fx.Node]] = field(default_factory=dict)  # by call: its cotangents, before they were merged
     forwards: list[fx.Node] = field(default_factory=list)  # of every call, with or without a backward
     backward_bodies: set[str] = field(default_factory=set)  # names of the bodies that backward calls run
+    branch_bodies: set[str] = field(default_factory=set)  # names of the bodies that hold a gated group's backwards
     counts: dict[str, int] = field(default_factory=dict)  # calls and nodes before, for the report
 
     @property

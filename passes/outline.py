@@ -191,7 +191,7 @@ def _mark(
     """Put the call's number and time on its velocity."""
     velocity = _velocity(segment, [n for n in leaves if n.target is operator.getitem])
     with gm.graph.inserting_after(leaves[-1]):
-        args = (velocity, segment.time, index, segment.site, segment.where, -1, hidden)
+        args = (velocity, segment.time, index, segment.site, segment.where, -1, hidden, None)
         mark = gm.graph.call_function(torch.ops.jagg_fx.call.default, args)
     mark.meta = dict(velocity.meta)
     velocity.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)

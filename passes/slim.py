@@ -18,7 +18,7 @@ def run(joint: Joint) -> None:
     swapped = {forward: slim(joint, forward, made) for forward in joint.forwards}
     joint.forwards = list(swapped.values())
     for site in joint.sites.values():
-        site.forward = swapped[site.forward]
+        site.forward = swapped.get(site.forward, site.forward)  # else it is gone: its velocity was known
 
 
 def _pass_through(joint: Joint, forward: fx.Node) -> None:

@@ -22,7 +22,7 @@ def at_unit_tangent(joint: Joint, wanted: Sequence[fx.Node]) -> list[fx.Node]:
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(joint.graph.nodes):
         if node.op == "placeholder" and node.name.startswith("tangents"):
-            (copies[node],) = insert(joint.graph, _one(value(node)), [], "unit")
+            (copies[node],) = insert(joint.graph, one(value(node)), [], "unit")
         elif node in needed and any(i in copies for i in node.all_input_nodes):
             with joint.graph.inserting_before(outputs(joint.graph)):
                 copies[node] = joint.graph.node_copy(node, lambda n: copies.get(n, n))
@@ -31,5 +31,6 @@ def at_unit_tangent(joint: Joint, wanted: Sequence[fx.Node]) -> list[fx.Node]:
     return [copies.get(n, n) for n in wanted]
 
 
-def _one(v: torch.Tensor) -> Callable[[], torch.Tensor]:
+def one(v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The tangent of a gradient: 1 for a scalar output, 0 for another."""
     return lambda: torch.full(v.shape, float(v.numel() == 1), dtype=v.dtype, device=v.device)

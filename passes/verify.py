@@ -129,6 +129,8 @@ def _pruned_is_gone(joint: Joint, after: str) -> str | None:
     for group in joint.groups if after == "slim" else ():
         for call in group.pruned:
             forward = joint.sites[call].forward
+            if forward not in joint.forwards:  # its velocity was known
+                continue
             used = {i for i, nodes in getitems(forward).items() if any(n.users for n in nodes)}
             spare = len(results(body_of(joint.gm, forward).graph)) - len(used)
             if spare and used:
