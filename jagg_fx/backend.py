@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from . import _ops, _torch
-from .errors import CaptureError, JaggWarning, OptionError, RefusedError
+from .errors import CaptureError, OptionError, RefusedError, warn
 from .marking import name_of
 from .options import Options, check, known
 from .passes import Joint, copied, deal, outline, refuse, regions, repeats, rewrite, segments
@@ -43,6 +42,8 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         regions.run(gm)
+        if not gm.graph.output_node().args[0]:  # no loss, as `transform` will say: not worth compiling
+            return torch.no_grad()(gm)
         found = segments.find(gm, [name_of(f) for f in self.options.velocity])
         if not found:
             found = self._repeated(gm)
@@ -231,11 +232,7 @@ def _warn_if_useless(joint: Joint | None) -> None:
             " Each call is a lane of its own, as calls at one time are: is the right argument taken for the time? Say "
             "which it is with time=... (its position or name)."
         )
-    warnings.warn(
-        f"{text} JAGG needs windows of three timesteps or more, better of four.",
-        JaggWarning,
-        stacklevel=2,
-    )
+    warn(f"{text} JAGG needs windows of three timesteps or more, better of four.")
 
 
 def _differentiable(gm: fx.GraphModule) -> bool:

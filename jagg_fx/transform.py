@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from . import _torch
 from .audit import Audit, Auditor
 from .backend import Backend
 from .discover import discover
-from .errors import CaptureError, JaggError, JaggWarning, OptionError, RefusedError
+from .errors import CaptureError, JaggError, OptionError, RefusedError, warn
 from .estimators import Memory
 from .marking import installed, marking_call, places
 from .memory import BiasMemory, Remembered
@@ -69,11 +68,15 @@ def _warn_if_useless(options: Options) -> None:
     if plan.estimator.name != "endpoints":
         return
     if plan.W == 2:
-        warnings.warn("W=2 keeps both backwards of every group: the gradient is exact and nothing is saved. "
-                      "Use W=4 or more to save.", JaggWarning, stacklevel=3)  # fmt: skip
+        warn(
+            "W=2 keeps both backwards of every group: the gradient is exact and nothing is saved. "
+            "Use W=4 or more to save."
+        )
     if plan.W == 3:
-        warnings.warn("W=3 prunes one backward of three: a step is at most 1.29x faster (9 units of cost become 7). "
-                      "Use W=4 (1.5x) or more to save.", JaggWarning, stacklevel=3)  # fmt: skip
+        warn(
+            "W=3 prunes one backward of three: a step is at most 1.29x faster (9 units of cost become 7). "
+            "Use W=4 (1.5x) or more to save."
+        )
 
 
 class Step:
@@ -90,7 +93,7 @@ class Step:
         self.options = options
         self.backend = backend or Backend(options)
         self._compiled = torch.compile(
-            _own_code(loss_fn), backend=self.backend, fullgraph=True, dynamic=options.dynamic
+            _own_code(loss_fn, options.has_aux), backend=self.backend, fullgraph=True, dynamic=options.dynamic
         )
         # Raised at the first need: the switch costs some milliseconds a call.
         self._limit: Callable[[], Any] = contextlib.nullcontext
@@ -243,17 +246,8 @@ class Step:
             else:
                 raise
             return self._once(args, kwargs)
-        return self._checked(out)
-
-    def _checked(self, out: Any) -> Any:
-        if self.options.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
-            raise CaptureError(f"With has_aux=True the loss must return (loss, aux); it returned {_shape(out)}.")
-        loss = out[0] if self.options.has_aux else out
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise CaptureError(
-                f"The loss must be a scalar tensor; it is {_shape(loss)}. Take its mean or sum"
-                + ("." if self.options.has_aux else ", or use has_aux=True if the function returns (loss, aux).")
-            )
+        if isinstance(out, tuple) and isinstance(out[0], str) and out[0] == _WRONG:
+            raise CaptureError(out[1])
         return out
 
     def _marking(self) -> list[tuple[list, Callable]]:
@@ -274,12 +268,17 @@ class Step:
         self._looked_for = {modules}
 
 
-def _own_code(loss_fn: Callable) -> Callable:
+def _own_code(loss_fn: Callable, has_aux: bool) -> Callable:
     """A caller of loss_fn with a code object of its own: Dynamo counts recompiles per code object, and several
-    transforms of one loss must not share that count."""
+    transforms of one loss must not share that count.
+
+    What is no loss is taken for what is wrong with it, so that nothing is left in the graph to compile.
+    """
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        return loss_fn(*args, **kwargs)
+        out = loss_fn(*args, **kwargs)
+        wrong = _wrong(out, has_aux)
+        return out if wrong is None else (_WRONG, wrong)
 
     return types.FunctionType(
         traced.__code__.replace(co_name=getattr(loss_fn, "__name__", "loss_fn")),
@@ -288,6 +287,20 @@ def _own_code(loss_fn: Callable) -> Callable:
         None,
         traced.__closure__,
     )
+
+
+_WRONG = "jagg_fx: no loss"  # a constant, which Dynamo need not keep
+
+
+def _wrong(out: Any, has_aux: bool) -> str | None:
+    """What is wrong with what a loss returned. Dynamo traces this."""
+    if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+        return f"With has_aux=True the loss must return (loss, aux); it returned {_shape(out)}."
+    loss = out[0] if has_aux else out
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return None
+    cure = "." if has_aux else ", or use has_aux=True if the function returns (loss, aux)."
+    return f"The loss must be a scalar tensor; it is {_shape(loss)}. Take its mean or sum{cure}"
 
 
 def _aliased(args: tuple) -> tuple:
