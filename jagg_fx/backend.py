@@ -17,7 +17,7 @@ from . import _ops, _torch
 from .errors import CaptureError, OptionError, RefusedError, warn
 from .marking import name_of
 from .options import Options, check, known
-from .passes import Joint, copied, deal, outline, refuse, regions, repeats, rewrite, segments
+from .passes import Joint, copied, deal, keep, outline, refuse, regions, repeats, rewrite, segments
 from .plan import Plan
 from .stats import Stats
 
@@ -76,6 +76,7 @@ class Backend:
     def _variant(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         """One compiled graph. It returns the gates' values too, which are kept from the caller."""
         if plan.estimator.name == "exact":
+            keep.run(gm)
             exact = self._compile(gm, inputs, plan)
 
             def run_exact(*args: Tensor) -> Any:
@@ -83,7 +84,8 @@ class Backend:
                 return exact(*args)
 
             return run_exact
-        dealt = deal.run(gm, plan)
+        dealt = deal.run(gm, plan)  # calls that change places have no input that is changed in place
+        keep.run(gm)
         drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
         _add_stats(gm)
         compiled = self._compile(gm, [*inputs, *drawn], plan)

@@ -6,7 +6,7 @@ Looks at the captured forward graph, before the calls are outlined.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -114,6 +114,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     changed += [named.get(i) for i in _torch.mutated_arguments(node.target)]
     changed.append(node.kwargs.get("out"))
     return [x for x in changed if isinstance(x, fx.Node)]
+
+
+def storages_written(nodes: Iterable[fx.Node]) -> set:
+    """The storages that these nodes change in place."""
+    return {storage(example(n)) for node in nodes for n in written(node)} - {None}
 
 
 def _name(node: fx.Node) -> str:
