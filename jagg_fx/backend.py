@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from . import _ops, _torch
 from .errors import CaptureError, OptionError, RefusedError, warn
 from .marking import name_of
-from .options import Options, check, known
+from .options import Options, check, known, warn_of_unused
 from .passes import Joint, copied, deal, keep, outline, refuse, regions, repeats, rewrite, segments
 from .plan import Plan
 from .stats import Stats
@@ -199,6 +199,13 @@ def backend(W: int = 4, **options: Any) -> Backend:
             "estimator='memory' keeps a state beside the graph and adds it in the loss's backward, which a backend of "
             "torch.compile does not see. Use jagg_fx.transform(loss_fn, estimator='memory')."
         )
+    if chosen.time is not None:
+        raise OptionError(
+            f"time={chosen.time!r} names an argument of the velocity, and a captured graph has no arguments' names, so "
+            "that backend() cannot use it. Call the velocity through jagg_fx.velocity(f, z, t), or use "
+            "jagg_fx.transform."
+        )
+    warn_of_unused(options, chosen)
     return Backend(chosen)
 
 

@@ -19,7 +19,7 @@ from .errors import CaptureError, JaggError, OptionError, RefusedError, warn
 from .estimators import Memory
 from .marking import installed, marking_call, places
 from .memory import BiasMemory, Remembered
-from .options import Options, check, known
+from .options import Options, check, known, warn_of_unused
 from .stats import Stats
 
 __all__ = ["Step", "transform"]
@@ -59,6 +59,7 @@ def transform(loss_fn: Callable, W: int = 4, **options: Any) -> Step:
         raise TypeError(f"transform takes a loss function; found {type(loss_fn).__name__}.")
     known(options)
     chosen = check(W, **options)
+    warn_of_unused(options, chosen)
     _warn_if_useless(chosen)
     return Step(loss_fn, chosen)
 

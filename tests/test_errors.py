@@ -62,6 +62,11 @@ def test_unknown_option(make: str) -> None:
         MAKE[make](windows=4)
 
 
+def test_a_backend_cannot_know_a_time_by_its_argument() -> None:
+    with pytest.raises(jagg_fx.OptionError, match=r"time='sigma'.*jagg_fx.velocity"):
+        jagg_fx.backend(time="sigma")
+
+
 def test_loss_fn_must_be_callable() -> None:
     with pytest.raises((TypeError, ValueError), match=r"callable|function"):
         jagg_fx.transform(torch.zeros(()), W=4)

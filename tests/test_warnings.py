@@ -38,6 +38,33 @@ def test_small_windows_are_told_at_transform(W: int) -> None:
         jagg_fx.transform(loss_fn, W=W)
 
 
+UNUSED = {
+    "tau= without a gate": ({"gate": None, "tau": 0.9}, r"tau=0\.9 is not used: gate=None"),
+    "tau= with an estimator without one": ({"estimator": "debiased", "tau": 0.9}, r"tau=0\.9 is not used: .*debiased"),
+    "gate= with an estimator without one": ({"estimator": "subset", "gate": "cosine", "tau": 0.9}, r"gate='cosine' is"),
+    "mode= without Inductor": ({"compiler": "eager", "mode": "max-autotune"}, r"mode= and options= are not used"),
+}
+
+
+@pytest.mark.parametrize("make", [lambda **o: jagg_fx.transform(loss_fn, **o), jagg_fx.backend])
+@pytest.mark.parametrize("name", UNUSED)
+def test_an_option_without_effect_is_told(name: str, make) -> None:
+    options, match = UNUSED[name]
+    with pytest.warns(jagg_fx.JaggWarning, match=match) as caught:
+        make(**options)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "options", [{"gate": None}, {"estimator": "debiased", "gate": None}, {"tau": 0.9}, {"seed": 1}]
+)
+def test_options_with_an_effect_are_not_told(options: dict) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jagg_fx.transform(loss_fn, **options)
+
+
 def test_nothing_to_say() -> None:
     assert said(8, 4, steps=3) == []
 
