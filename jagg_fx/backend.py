@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from . import _ops, _torch
-from .errors import CaptureError, JaggWarning, OptionError, RefusedError
+from .errors import CaptureError, OptionError, RefusedError, warn
 from .marking import name_of
-from .options import Options, check
+from .options import Options, check, warn_of_unused
 from .options import known as check_names
-from .passes import Joint, copied, deal, known, outline, refuse, regions, repeats, rewrite, segments
+from .passes import Joint, copied, deal, keep, known, outline, refuse, regions, repeats, rewrite, segments
 from .plan import Plan
 from .stats import Stats
 
@@ -47,6 +46,8 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         regions.run(gm)
+        if not gm.graph.output_node().args[0]:  # no loss, as `transform` will say: not worth compiling
+            return torch.no_grad()(gm)
         found = segments.find(gm, [name_of(f) for f in self.options.velocity])
         if not found:
             found = self._repeated(gm)
@@ -79,6 +80,7 @@ class Backend:
     def _variant(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         """One compiled graph. It returns the gates' values too, which are kept from the caller."""
         if plan.estimator.name == "exact":
+            keep.run(gm)
             exact = self._compile(gm, inputs, plan)
 
             def run_exact(*args: Tensor) -> Any:
@@ -87,7 +89,8 @@ class Backend:
 
             return run_exact
         given = [] if self.given is None else known.add(gm)
-        dealt = deal.run(gm, plan)
+        dealt = deal.run(gm, plan)  # calls that change places have no input that is changed in place
+        keep.run(gm)
         drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
         _add_stats(gm)
         compiled = self._compile(gm, [*inputs, *given, *drawn], plan)
@@ -231,6 +234,13 @@ def backend(W: int = 4, **options: Any) -> Backend:
             "estimator='memory' keeps a state beside the graph and adds it in the loss's backward, which a backend of "
             "torch.compile does not see. Use jagg_fx.transform(loss_fn, estimator='memory')."
         )
+    if chosen.time is not None:
+        raise OptionError(
+            f"time={chosen.time!r} names an argument of the velocity, and a captured graph has no arguments' names, so "
+            "that backend() cannot use it. Call the velocity through jagg_fx.velocity(f, z, t), or use "
+            "jagg_fx.transform."
+        )
+    warn_of_unused(options, chosen)
     return Backend(chosen)
 
 
@@ -266,11 +276,7 @@ def _warn_if_useless(joint: Joint | None) -> None:
             " Each call is a lane of its own, as calls at one time are: is the right argument taken for the time? Say "
             "which it is with time=... (its position or name)."
         )
-    warnings.warn(
-        f"{text} JAGG needs windows of three timesteps or more, better of four.",
-        JaggWarning,
-        stacklevel=2,
-    )
+    warn(f"{text} JAGG needs windows of three timesteps or more, better of four.")
 
 
 def _differentiable(gm: fx.GraphModule) -> bool:

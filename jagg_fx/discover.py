@@ -6,11 +6,15 @@ gradient, from which lines.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import functools
+import operator
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +99,7 @@ def _watch(loss_fn: Callable, args: tuple, kwargs: dict) -> tuple[dict[int, Call
             entry.parents.update(stack)
         return output
 
-    seen = marking.count_marks()
+    seen, put_backs = marking.count_marks(), _put_backs(loss_fn, args, kwargs)
     with (
         contextlib.ExitStack() as undo,
         torch.random.fork_rng(devices=[]),
@@ -104,6 +108,8 @@ def _watch(loss_fn: Callable, args: tuple, kwargs: dict) -> tuple[dict[int, Call
         undo.callback(setattr, nn.Module, "__call__", original)
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
         undo.callback(_restore, numbers)
+        for put_back in put_backs:
+            undo.callback(put_back)
         loss_fn(*args, **kwargs)
     return called, marking.count_marks() > seen
 
@@ -112,6 +118,70 @@ def _restore(numbers: dict[Any, tuple]) -> None:
     with _torch.real_tensors(), torch.no_grad():
         for buffer, before in numbers.values():
             buffer.copy_(before)
+
+
+_HOLDERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.Counter)
+
+
+def _put_backs(loss_fn: Callable, args: tuple, kwargs: dict) -> list[Callable[[], None]]:
+    """What undoes the run's changes of the loss's own state: a log that it appends to, a count of its calls.
+
+    Looks, not deep, at the variables that the loss closes over or reads from its module, at its object, and at its
+    arguments.
+    """
+    found: list[Callable[[], None]] = []
+    seen: dict[int, Any] = {}
+
+    def visit(x: Any, depth: int) -> None:
+        if id(x) in seen or depth > 3 or isinstance(x, (type, types.ModuleType)):
+            return
+        seen[id(x)] = x
+        inner: list[Any] = []
+        if isinstance(x, torch.Tensor):
+            if x.numel() == 1 and not x.is_inference():  # without data it is still changed in place
+                found.append(functools.partial(_number, x, x._version, x.detach().clone()))
+        elif isinstance(x, functools.partial):
+            inner = [x.func, x.args, x.keywords]
+        elif isinstance(x, types.MethodType):
+            inner = [x.__func__, x.__self__]
+        elif isinstance(x, types.FunctionType):
+            for cell in x.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    inner.append(cell.cell_contents)
+                    found.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+            for name in x.__code__.co_names:
+                if name in x.__globals__:
+                    inner.append(x.__globals__[name])
+                    found.append(functools.partial(operator.setitem, x.__globals__, name, x.__globals__[name]))
+        elif type(x) in _HOLDERS:
+            inner = list(x.values() if isinstance(x, dict) else x)
+            found.append(functools.partial(_refill, x, x.copy()))
+        elif isinstance(x, tuple):
+            inner = list(x)
+        elif isinstance(getattr(x, "__dict__", None), dict):
+            visit(x.__dict__, depth)
+        for y in inner:
+            visit(y, depth + 1)
+
+    for x in (loss_fn, *args, *kwargs.values()):
+        visit(x, 0)
+    return found
+
+
+def _refill(holder: Any, before: Any) -> None:
+    if isinstance(holder, dict):
+        same = [*map(id, holder)] == [*map(id, before)] and all(holder[k] is before[k] for k in before)
+    else:
+        same = [*map(id, holder)] == [*map(id, before)]
+    if not same:
+        holder.clear()
+        holder.extend(before) if isinstance(holder, list) else holder.update(before)
+
+
+def _number(x: torch.Tensor, version: int, before: torch.Tensor) -> None:
+    if x._version != version:
+        with _torch.real_tensors(), torch.no_grad():
+            x.copy_(before)
 
 
 def _look(x: Any) -> Any:

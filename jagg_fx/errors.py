@@ -5,6 +5,9 @@ Each text has three parts: what was found, why it cannot be done, and what to ch
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class JaggError(RuntimeError):
     """Base class of all errors raised by jagg_fx."""
@@ -36,3 +39,22 @@ class VerifyError(JaggError):
 
 class JaggWarning(UserWarning):
     """The transform works, but cannot help here, or does something that a user should know."""
+
+
+_NOT_THE_USER = {"jagg_fx", "torch", "contextlib", "functools"}  # packages whose frames lie between
+
+
+def warn(text: str) -> None:
+    """Warn at the user's line: that of the innermost frame that is neither ours nor torch's, however deep we are.
+
+    `skip_file_prefixes` of warnings.warn would do it from Python 3.12 on.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _between(frame.f_globals.get("__name__")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, JaggWarning, stacklevel=level)
+
+
+def _between(module: str | None) -> bool:
+    """Whether a frame of this module is no user's; code that torch.fx generated has no module's name."""
+    return module is None or module.split(".")[0] in _NOT_THE_USER

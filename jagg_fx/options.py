@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import OptionError
+from .errors import OptionError, warn
 from .estimators import Estimator, resolve
 from .gates import GATES
 from .plan import Plan
@@ -48,6 +48,24 @@ def known(options: dict[str, Any]) -> None:
             close = difflib.get_close_matches(name, names, 1)
             hint = f" Did you mean {close[0]}=?" if close else ""
             raise OptionError(f"{name}= is not an option.{hint} There are {', '.join(names)}.")
+
+
+def warn_of_unused(given: dict[str, Any], chosen: Options) -> None:
+    """Warn of options that were given and that others among them leave without effect."""
+    plan = chosen.plan
+    if given.get("gate") is not None and not plan.estimator.gated:
+        warn(
+            f"gate={plan.gate!r} is not used: estimator={plan.estimator.name!r} has no gate, since sending some groups "
+            "to exact would change what it estimates. Leave gate= out, or take an estimator with a gate."
+        )
+    elif "tau" in given and (plan.gate is None or not plan.estimator.gated):
+        without = "gate=None" if plan.gate is None else f"estimator={plan.estimator.name!r}"
+        warn(f"tau={plan.tau:g} is not used: {without} has no gate that could reach it. Leave tau= out, or use a gate.")
+    if chosen.compiler == "eager" and (chosen.mode or chosen.options):
+        warn(
+            "mode= and options= are not used: they are Inductor's, and compiler='eager' generates no code. Leave them "
+            "out, or use compiler='inductor'."
+        )
 
 
 def check(

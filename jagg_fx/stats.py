@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import JaggWarning
+from .errors import warn
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,11 @@ class Stats:
         if (self._steps in self._FIRST_LOOKS or self._steps % self._CHECK_EVERY == 0) and self._mostly_shut < 2:
             self._mostly_shut = self._mostly_shut + 1 if self.fallback_share >= 0.9 else 0
             if self._mostly_shut == 2:
-                warnings.warn(
+                warn(
                     f"The gate was shut for {self.fallback_share:.0%} of the groups at step {self._steps}, and was so "
                     "when last looked at: they took the exact backward, and little is saved. On SDE "
-                    "trajectories the states are not on a line, and the cosine shuts although the "
-                    "gradient may agree well: see "
-                    "step.audit(...) for the true error, then use gate=None, a lower tau, or a smaller W.",
-                    JaggWarning,
-                    stacklevel=2,
+                    "trajectories the states are not on a line, and the cosine shuts although the gradient may agree "
+                    "well: see step.audit(...) for the true error, then use gate=None, a lower tau, or a smaller W.",
                 )
 
     def _warn_if_wide(self) -> None:
@@ -71,13 +67,11 @@ class Stats:
         unit = 1.0 if largest <= 1.5 else 1000.0
         widest = max(groups, key=lambda g: g.span)
         if widest.span / unit > self.WIDE:
-            warnings.warn(
+            warn(
                 f"Group {widest.number} (calls {widest.calls[0]} to {widest.calls[-1]}) spans {widest.span:.3g} of "
                 f"time (a trajectory has {unit:g}). The error of the estimate grows with the square of the span, "
                 "and beyond a third of a trajectory supervised training is seen to suffer: use a smaller W or more "
                 "timesteps, estimator='quadratic' or 'knots', and step.audit(...) to see the true error.",
-                JaggWarning,
-                stacklevel=2,
             )
 
     @property

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +17,11 @@ from . import _torch
 from .audit import Audit, Auditor
 from .backend import Backend, Given
 from .discover import discover
-from .errors import CaptureError, JaggError, JaggWarning, OptionError, RefusedError
+from .errors import CaptureError, JaggError, OptionError, RefusedError, warn
 from .estimators import Memory
 from .marking import installed, marking_call, places
 from .memory import BiasMemory, Remembered
-from .options import Options, check, known
+from .options import Options, check, known, warn_of_unused
 from .stats import Stats
 
 __all__ = ["Step", "transform"]
@@ -62,6 +61,7 @@ def transform(loss_fn: Callable, W: int = 4, **options: Any) -> Step:
         raise TypeError(f"transform takes a loss function; found {type(loss_fn).__name__}.")
     known(options)
     chosen = check(W, **options)
+    warn_of_unused(options, chosen)
     _warn_if_useless(chosen)
     return Step(loss_fn, chosen)
 
@@ -71,11 +71,15 @@ def _warn_if_useless(options: Options) -> None:
     if plan.estimator.name != "endpoints":
         return
     if plan.W == 2:
-        warnings.warn("W=2 keeps both backwards of every group: the gradient is exact and nothing is saved. "
-                      "Use W=4 or more to save.", JaggWarning, stacklevel=3)  # fmt: skip
+        warn(
+            "W=2 keeps both backwards of every group: the gradient is exact and nothing is saved. "
+            "Use W=4 or more to save."
+        )
     if plan.W == 3:
-        warnings.warn("W=3 prunes one backward of three: a step is at most 1.29x faster (9 units of cost become 7). "
-                      "Use W=4 (1.5x) or more to save.", JaggWarning, stacklevel=3)  # fmt: skip
+        warn(
+            "W=3 prunes one backward of three: a step is at most 1.29x faster (9 units of cost become 7). "
+            "Use W=4 (1.5x) or more to save."
+        )
 
 
 class Step:
@@ -111,7 +115,9 @@ class Step:
         self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
 
     def _compile(self, backend: Backend) -> Callable:
-        return torch.compile(_own_code(self.loss_fn), backend=backend, fullgraph=True, dynamic=self.options.dynamic)
+        return torch.compile(
+            _own_code(self.loss_fn, self.options.has_aux), backend=backend, fullgraph=True, dynamic=self.options.dynamic
+        )
 
     def __reduce__(self) -> tuple:
         # A copy captures anew: compiled code and guards belong to one process.
@@ -287,17 +293,8 @@ class Step:
             else:
                 raise
             return self._once(args, kwargs)
-        return self._checked(out)
-
-    def _checked(self, out: Any) -> Any:
-        if self.options.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
-            raise CaptureError(f"With has_aux=True the loss must return (loss, aux); it returned {_shape(out)}.")
-        loss = out[0] if self.options.has_aux else out
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise CaptureError(
-                f"The loss must be a scalar tensor; it is {_shape(loss)}. Take its mean or sum"
-                + ("." if self.options.has_aux else ", or use has_aux=True if the function returns (loss, aux).")
-            )
+        if isinstance(out, tuple) and isinstance(out[0], str) and out[0] == _WRONG:
+            raise CaptureError(out[1])
         return out
 
     def _marking(self) -> list[tuple[list, Callable]]:
@@ -318,12 +315,17 @@ class Step:
         self._looked_for = {modules}
 
 
-def _own_code(loss_fn: Callable) -> Callable:
+def _own_code(loss_fn: Callable, has_aux: bool) -> Callable:
     """A caller of loss_fn with a code object of its own: Dynamo counts recompiles per code object, and several
-    transforms of one loss must not share that count."""
+    transforms of one loss must not share that count.
+
+    What is no loss is taken for what is wrong with it, so that nothing is left in the graph to compile.
+    """
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        return loss_fn(*args, **kwargs)
+        out = loss_fn(*args, **kwargs)
+        wrong = _wrong(out, has_aux)
+        return out if wrong is None else (_WRONG, wrong)
 
     return types.FunctionType(
         traced.__code__.replace(co_name=getattr(loss_fn, "__name__", "loss_fn")),
@@ -340,6 +342,20 @@ def _names(f: Callable) -> list[str]:
         return list(inspect.signature(f).parameters)
     except (TypeError, ValueError):
         return []
+
+
+_WRONG = "jagg_fx: no loss"  # a constant, which Dynamo need not keep
+
+
+def _wrong(out: Any, has_aux: bool) -> str | None:
+    """What is wrong with what a loss returned. Dynamo traces this."""
+    if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+        return f"With has_aux=True the loss must return (loss, aux); it returned {_shape(out)}."
+    loss = out[0] if has_aux else out
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return None
+    cure = "." if has_aux else ", or use has_aux=True if the function returns (loss, aux)."
+    return f"The loss must be a scalar tensor; it is {_shape(loss)}. Take its mean or sum{cure}"
 
 
 def _aliased(args: tuple) -> tuple:

@@ -30,9 +30,9 @@ from jagg_fx.gates import row_shape
 from jagg_fx.plan import Call, Plan
 
 from .joint import data_flow, expressions, insert, subgraph, value
-from .refuse import storage, written
+from .refuse import storage, storages_written
 from .regions import contexts
-from .segments import carries_gradient
+from .segments import carries_gradient, example
 
 
 @dataclass
@@ -50,15 +50,21 @@ def run(gm: fx.GraphModule, plan: Plan) -> Dealt:
     marks = [m for m in marks if carries_gradient(m)]
     by_index = {m.args[2]: m for m in marks}
     drawn = plan.estimator.drawn
-    lanes = [[by_index[i] for i in lane] for lane in plan.lanes(_calls(graph, marks))]
+    changed = storages_written(graph.nodes)
+
+    def reads_changed(node: fx.Node) -> bool:
+        return any(_storage(i) in changed for i in node.all_input_nodes)
+
+    number = expressions(graph, reads_changed)
+    lanes = [[by_index[i] for i in lane] for lane in plan.lanes(_calls(marks, number, changed))]
     counts = [sum(drawn(len(g)) for g in plan.cut(lane)) for lane in lanes]
     dealt = [(lane, n) for lane, n in zip(lanes, counts, strict=True) if n or (plan.order == "time" and len(lane) > 2)]
     if not dealt:
         return Dealt()
-    order, number = {n: i for i, n in enumerate(graph.nodes)}, expressions(graph)
+    order = {n: i for i, n in enumerate(graph.nodes)}
     positions = [_differing(lane, number) for lane, _ in dealt]
     by_row = [_by_row(lane, number) for lane, _ in dealt]
-    _refuse_writes(graph, [lane for lane, _ in dealt], positions)
+    _refuse_writes(graph, [m for lane, _ in dealt for m in lane], changed)
     found = Dealt()
     for own, (lane, _) in zip(by_row, dealt, strict=True):
         if own:
@@ -80,15 +86,15 @@ def run(gm: fx.GraphModule, plan: Plan) -> Dealt:
     return found
 
 
-def _calls(graph: fx.Graph, marks: Sequence[fx.Node]) -> list[Call]:
-    """The calls as the plan sees them: by their network, time and body."""
-    number = expressions(graph)
+def _calls(marks: Sequence[fx.Node], number: dict, changed: set) -> list[Call]:
+    """The calls as the plan sees them: by their network, time and body. A time that is refilled is a new one."""
     trained = {m: {number[n] for n in _operands(m) if carries_gradient(n)} for m in marks}
     shared = {n for m in marks for n in trained[m] if sum(n in t for t in trained.values()) > 1}
 
     def call(mark: Any) -> Call:
         _, time, index, site, where, *_ = mark.args
-        return Call(index, site, number[time], where, _body(mark), frozenset(trained[mark] & shared))
+        at = ("changed", index) if _storage(time) in changed else number[time]
+        return Call(index, site, at, where, _body(mark), frozenset(trained[mark] & shared))
 
     return list(map(call, marks))
 
@@ -269,22 +275,23 @@ def _hoist(graph: fx.Graph, made: Sequence[fx.Node], lanes: Sequence[Sequence[fx
         cursor = node
 
 
-def _refuse_writes(graph: fx.Graph, lanes: Sequence[Sequence[fx.Node]], positions: Sequence[Sequence[int]]) -> None:
-    """An input that is changed in place between two calls has another value where it is stacked."""
-    read = {
-        storage(value(n))
-        for lane, own in zip(lanes, positions, strict=True)
-        for m in lane
-        for n in [m.args[1], *(_region(m).args[p] for p in own)]
-    } - {None}
-    for node in graph.nodes:
-        for changed in written(node):
-            if storage(value(changed)) in read:
-                raise RefusedError(
-                    f"An input of the velocity calls ({changed.name}) is changed in place in the loss, so the calls "
-                    "cannot change places. Make a new tensor in place of changing it, or use order='call' and an "
-                    "estimator that draws no steps."
-                )
+def _refuse_writes(graph: fx.Graph, marks: Sequence[fx.Node], changed: set) -> None:
+    """An input that is changed in place between two calls has another value where it is stacked, or is not stacked."""
+    inputs: list[Any] = [n for m in marks for n in (m.args[1], *_operands(m))]
+    flow, nodes = data_flow(graph), list(graph.nodes)
+    later = storages_written(nodes[min(nodes.index(_region(m)) for m in marks) :])
+    behind = {a for n in inputs for a in nx.ancestors(flow, n)}
+    found = [n for n in inputs if _storage(n) in changed] or [n for n in nodes if n in behind and _storage(n) in later]
+    if found:
+        raise RefusedError(
+            f"An input of the velocity calls ({found[0].name}) is changed in place in the loss, so the calls "
+            "cannot change places. Make a new tensor in place of changing it, or use order='call' and an "
+            "estimator that draws no steps."
+        )
+
+
+def _storage(node: fx.Node) -> int | None:
+    return storage(example(node))
 
 
 def rows_mix(gm: fx.GraphModule, mark: fx.Node, other: fx.Node) -> Callable[..., bool]:

@@ -96,14 +96,17 @@ def getitems(node: fx.Node) -> dict[int, list[fx.Node]]:
     return found
 
 
-def expressions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """A number for every node; two nodes share one when they compute the same thing from the same inputs."""
+def expressions(graph: fx.Graph, reads_changed: Callable = lambda node: False) -> dict[fx.Node, int]:
+    """A number for every node; two nodes share one when they compute the same thing from the same inputs.
+
+    reads_changed: tells nodes of a graph that is not functional whose inputs are changed in place: they share none.
+    """
     numbers: dict[Any, int] = {}
     of: dict[fx.Node, int] = {}
     for node in graph.nodes:
         key: Any = node.name
         pure = node.op in ("call_function", "call_method") and not _torch.is_random(node.target)
-        if pure and not is_region(node):
+        if pure and not is_region(node) and not reads_changed(node):
             args = fx.map_arg((node.args, node.kwargs), lambda n: _Number(of[n]))
             key = (node.op, str(node.target), repr(args))
         of[node] = numbers.setdefault(key, len(numbers))

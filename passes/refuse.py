@@ -6,10 +6,11 @@ Looks at the captured forward graph, before the calls are outlined.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from jagg_fx import _torch
 from jagg_fx.errors import RefusedError
@@ -43,8 +44,8 @@ def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
     """Raise RefusedError, naming the operation, the module and the line, for the first unsafe operation."""
     for segment in segments:
         outside = {storage(example(n)) for n in segment.inputs()} - {None}
-        for owner, node in _with_bodies(gm, segment.nodes):
-            reason = _random(node) or (owner is gm and _changes(node, outside))
+        for node, foreign in _with_bodies(gm, segment.nodes, outside):
+            reason = _random(node) or _changes(node, foreign)
             if reason:
                 raise RefusedError(
                     f"{reason} in {_module(node)} ({where(node, inner=True)}), inside the velocity call at "
@@ -54,14 +55,24 @@ def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
                 )
 
 
-def _with_bodies(gm: fx.GraphModule, nodes: Sequence[fx.Node]):
-    """Every node, and those in the bodies of higher-order operators (checkpointing)."""
+def _with_bodies(gm: fx.GraphModule, nodes: Sequence[fx.Node], outside: set):
+    """Every node, and those in the bodies of higher-order operators (checkpointing), with what is outside the call.
+
+    outside: storages that the velocity call did not make. A body has stand-ins for them, its own inputs.
+    """
     for node in nodes:
-        yield gm, node
+        yield node, outside
         for arg in node.all_input_nodes:
             body = getattr(gm, str(arg.target), None) if arg.op == "get_attr" else None
             if isinstance(body, fx.GraphModule):
-                yield from _with_bodies(body, list(body.graph.nodes))
+                inputs = body.graph.find_nodes(op="placeholder")
+                given = pytree.arg_tree_leaves(*node.args)[-len(inputs) :]
+                inside = {
+                    storage(example(i))
+                    for i, x in zip(inputs, given, strict=False)
+                    if isinstance(x, fx.Node) and storage(example(x)) in outside
+                }
+                yield from _with_bodies(body, list(body.graph.nodes), outside | inside - {None})
 
 
 def _random(node: fx.Node) -> str | None:
@@ -103,6 +114,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     changed += [named.get(i) for i in _torch.mutated_arguments(node.target)]
     changed.append(node.kwargs.get("out"))
     return [x for x in changed if isinstance(x, fx.Node)]
+
+
+def storages_written(nodes: Iterable[fx.Node]) -> set:
+    """The storages that these nodes change in place."""
+    return {storage(example(n)) for node in nodes for n in written(node)} - {None}
 
 
 def _name(node: fx.Node) -> str:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import jagg_fx
+from jagg_fx.backend import Backend
 
 from .helpers import EAGER
 from .losses import MLP, STYLES, Case, linear, quadratic, simple_case
@@ -58,6 +60,11 @@ def test_bad_values(name: str, make: str) -> None:
 def test_unknown_option(make: str) -> None:
     with pytest.raises((TypeError, ValueError), match="windows"):
         MAKE[make](windows=4)
+
+
+def test_a_backend_cannot_know_a_time_by_its_argument() -> None:
+    with pytest.raises(jagg_fx.OptionError, match=r"time='sigma'.*jagg_fx.velocity"):
+        jagg_fx.backend(time="sigma")
 
 
 def test_loss_fn_must_be_callable() -> None:
@@ -115,6 +122,49 @@ def test_aux_without_has_aux() -> None:
 
 def test_has_aux_without_aux() -> None:
     _refuse_both(linear, r"has_aux|aux", has_aux=True)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("returned", ["vector", "tuple", "nothing"])
+def test_what_is_no_loss_is_not_compiled(monkeypatch, returned: str, has_aux: bool) -> None:
+    """The compilation of a large network takes minutes: a wrong return value must not wait for it."""
+    case = simple_case(linear, T=4)
+
+    def loss_fn(net, zs, ts, cs):
+        terms = torch.stack([(net(zs[k], ts[k]) * cs[k]).sum() for k in range(4)])
+        return {"vector": terms, "tuple": (terms, terms.sum()), "nothing": None}[returned]
+
+    def compiled(self, gm, inputs, plan):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(Backend, "_compile", compiled)
+    match = r"must return \(loss, aux\)" if has_aux and returned != "tuple" else "must be a scalar tensor; it is"
+    refuse(loss_fn, copy.deepcopy(case.net), case.args, match, has_aux=has_aux)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_batch_normalisation_in_a_checkpoint_is_named(around: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def body(self, z, t):
+            return self.norm(self.into(z) * t)
+
+        def forward(self, z, t):
+            return self.body(z, t) if around else checkpoint(self.body, z, t, use_reentrant=False)
+
+    def loss_fn(net, zs, ts, cs):
+        call = (lambda *a: checkpoint(net, *a, use_reentrant=False)) if around else net
+        return sum((call(zs[k], ts[k]) * cs[k]).sum() for k in range(4))
+
+    args = simple_case(linear, T=4).args
+    text = refuse(loss_fn, Net().double(), args, r"norm \(BatchNorm1d\)")
+    assert "changed in place" in text
+    assert "GroupNorm" in text
+    step = jagg_fx.transform(loss_fn, W=4, gate=None, **EAGER)
+    assert torch.isfinite(step(Net().double().eval(), *args))
 
 
 def test_no_call() -> None:
