@@ -3,8 +3,9 @@
 `begin` and `end` bracket a velocity call in the captured forward graph. `call` and its derivative `cotangent`
 stand on both sides of the joint graph at each call's velocity, with the call's number and time. `gates` holds
 the place of the gates' values among the outputs. `checked` raises where weights cannot be used, `fresh` where a
-velocity that the caller handed in is not what the network returns. `scaled` marks where a gradient that was computed
-with the loss meets the tangent.
+velocity that the caller handed in is not what the network returns. `unstack` and its
+derivative `restack` take apart what one call returned for many timesteps. `scaled` marks where a gradient that was
+computed with the loss meets the tangent.
 """
 
 from __future__ import annotations
@@ -124,3 +125,36 @@ def scaled(gradient: Tensor, tangent: Tensor) -> Tensor:
 @scaled.register_fake
 def _(gradient: Tensor, tangent: Tensor) -> Tensor:
     return torch.empty_like(gradient)
+
+
+@_define("jagg_fx::unstack", mutates_args=())
+def unstack(x: Tensor, parts: int) -> list[Tensor]:
+    return [part.clone() for part in x.unbind(0)]
+
+
+@unstack.register_fake
+def _(x: Tensor, parts: int) -> list[Tensor]:
+    return [torch.empty_like(part) for part in x.unbind(0)]
+
+
+@_define("jagg_fx::restack", mutates_args=())
+def restack(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts)
+
+
+@restack.register_fake
+def _(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts)
+
+
+def _unstack_setup(ctx, inputs, output):
+    ctx.like = inputs[0].shape[1:], inputs[0].dtype, inputs[0].device
+
+
+def _unstack_backward(ctx, parts):
+    shape, dtype, device = ctx.like
+    parts = [torch.zeros(shape, dtype=dtype, device=device) if g is None else g for g in parts]
+    return torch.ops.jagg_fx.restack(parts), None
+
+
+unstack.register_autograd(_unstack_backward, setup_context=_unstack_setup)

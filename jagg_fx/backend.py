@@ -18,7 +18,7 @@ from .errors import CaptureError, OptionError, RefusedError, warn
 from .marking import name_of
 from .options import Options, check, warn_of_unused
 from .options import known as check_names
-from .passes import Joint, copied, deal, keep, known, outline, refuse, regions, repeats, rewrite, segments
+from .passes import Joint, batch, copied, deal, keep, known, outline, refuse, regions, repeats, rewrite, segments
 from .plan import Plan
 from .stats import Stats
 
@@ -80,6 +80,8 @@ class Backend:
     def _variant(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         """One compiled graph. It returns the gates' values too, which are kept from the caller."""
         if plan.estimator.name == "exact":
+            if plan.batched:
+                batch.run(gm, plan)
             keep.run(gm)
             exact = self._compile(gm, inputs, plan)
 
@@ -90,6 +92,8 @@ class Backend:
             return run_exact
         given = [] if self.given is None else known.add(gm)
         dealt = deal.run(gm, plan)  # calls that change places have no input that is changed in place
+        if plan.batched:
+            batch.run(gm, plan)
         keep.run(gm)
         drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
         _add_stats(gm)

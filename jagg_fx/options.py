@@ -87,6 +87,7 @@ def check(
     audit_every: Any = None,
     seed: Any = 0,
     activations: Any = "keep",
+    batched: Any = False,
 ) -> Options:
     """Options from keyword arguments. Raises OptionError (a ValueError) for a value that cannot be taken."""
     if isinstance(W, bool) or not isinstance(W, int):
@@ -125,8 +126,20 @@ def check(
     if not isinstance(has_aux, bool):
         raise OptionError(f"has_aux must be True or False; found {has_aux!r}.")
     chosen: Estimator = resolve(estimator)
+    if not isinstance(batched, bool):
+        raise OptionError(f"batched must be True or False; found {batched!r}.")
+    if batched and ((gate is not None and chosen.gated and chosen.name != "exact") or chosen.name == "memory"):
+        raise OptionError(
+            "batched=True runs many calls as one, and has no exact backward of one group to fall back to, nor a part "
+            "of a gradient to measure. Use gate=None and another estimator than 'memory', or batched=False."
+        )
+    if batched and activations != "keep":
+        raise OptionError(
+            f"batched=True runs the nodes of all groups as one call, activations={activations!r} one after the other. "
+            "Choose one: batched=False, or activations='keep'."
+        )
     return Options(
-        Plan(W, chosen, gate, float(tau), weights, order, lane, activations),
+        Plan(W, chosen, gate, float(tau), weights, order, lane, activations, batched),
         velocities,
         time,
         has_aux,

@@ -57,6 +57,7 @@ class Plan:
     order: str = "call"
     lane: int | tuple[int, ...] | None = None
     activations: str = "keep"
+    batched: bool = False
 
     def key(self) -> str:
         """Everything of the plan that changes a graph, as text: part of the compile cache's key."""

@@ -12,7 +12,7 @@ from torch import fx
 
 from jagg_fx.plan import Plan
 
-from . import again, branch, find, gate, group, isolate, known, merge, prune, slim, whole
+from . import again, batch, branch, find, gate, group, isolate, known, merge, prune, settle, slim, whole
 from .joint import Joint, copied, is_call, subgraph, view_chain
 from .verify import verify
 
@@ -28,6 +28,7 @@ PASSES = (
     slim.run,  # and with it what its forward kept for it
     again.run,  # forwards done again, rather than kept, where memory is wanted more than time
     whole.run,  # groups one after the other, for the same
+    settle.run,  # no operator of ours is left
 )
 
 
@@ -62,4 +63,4 @@ def _apply(joint: Joint, passes, watch=None) -> None:
             watch(name, joint)
 
 
-__all__ = ["PASSES", "Joint", "copied", "is_call", "known", "prepare", "rewrite", "subgraph", "view_chain"]
+__all__ = ["PASSES", "Joint", "batch", "copied", "is_call", "known", "prepare", "rewrite", "subgraph", "view_chain"]

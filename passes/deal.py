@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import Tensor, fx
 
@@ -27,12 +26,13 @@ from jagg_fx import _torch
 from jagg_fx.dealing import permutation, taken
 from jagg_fx.errors import RefusedError
 from jagg_fx.gates import row_shape
-from jagg_fx.plan import Call, Plan
+from jagg_fx.plan import Plan
 
-from .joint import data_flow, expressions, insert, subgraph, value
-from .refuse import storage, storages_written
-from .regions import contexts
-from .segments import carries_gradient, example
+from .calls import Captured, body, differing, hoist, refuse_writes, region
+from .joint import insert, subgraph, value
+from .segments import carries_gradient
+
+CURE = "or use order='call' and an estimator that draws no steps"
 
 
 @dataclass
@@ -46,25 +46,16 @@ class Dealt:
 def run(gm: fx.GraphModule, plan: Plan) -> Dealt:
     """Deal where the plan asks for it. Raises RefusedError where the inputs cannot change places."""
     graph = gm.graph
-    marks = graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
-    marks = [m for m in marks if carries_gradient(m)]
-    by_index = {m.args[2]: m for m in marks}
     drawn = plan.estimator.drawn
-    changed = storages_written(graph.nodes)
-
-    def reads_changed(node: fx.Node) -> bool:
-        return any(_storage(i) in changed for i in node.all_input_nodes)
-
-    number = expressions(graph, reads_changed)
-    lanes = [[by_index[i] for i in lane] for lane in plan.lanes(_calls(marks, number, changed))]
+    captured = Captured(graph, plan)
+    lanes, number = captured.lanes, captured.number
     counts = [sum(drawn(len(g)) for g in plan.cut(lane)) for lane in lanes]
     dealt = [(lane, n) for lane, n in zip(lanes, counts, strict=True) if n or (plan.order == "time" and len(lane) > 2)]
     if not dealt:
         return Dealt()
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    positions = [_differing(lane, number) for lane, _ in dealt]
+    positions = [differing(lane, number) for lane, _ in dealt]
     by_row = [_by_row(lane, number) for lane, _ in dealt]
-    _refuse_writes(graph, [m for lane, _ in dealt for m in lane], changed)
+    refuse_writes(captured, [m for lane, _ in dealt for m in lane], CURE)
     found = Dealt()
     for own, (lane, _) in zip(by_row, dealt, strict=True):
         if own:
@@ -74,41 +65,17 @@ def run(gm: fx.GraphModule, plan: Plan) -> Dealt:
     if total:
         rows = [value(lane[0]).shape[0] for own, (lane, _) in zip(by_row, dealt, strict=True) if own]
         found.draws = (total, max(rows, default=1))
-        uniforms = _placeholder(graph, found.draws, value(marks[0]))
+        uniforms = _placeholder(graph, found.draws, value(captured.marks[0]))
         u = insert(graph, lambda x: list(x.unbind(0)), [uniforms], "uniform")
     made: list[fx.Node] = []
     for i, (lane, n) in enumerate(dealt):
         made += _deal(graph, plan, lane, i, by_row[i], positions[i], u[:n])
         u = u[n:]
-    _hoist(graph, made, [lane for lane, _ in dealt], order)
+    first = min((region(m) for lane, _ in dealt for m in lane), key=captured.order.__getitem__)
+    hoist(captured, made, first, dealt[0][0][0].args[4], CURE)
     graph.lint()
     gm.recompile()
     return found
-
-
-def _calls(marks: Sequence[fx.Node], number: dict, changed: set) -> list[Call]:
-    """The calls as the plan sees them: by their network, time and body. A time that is refilled is a new one."""
-    trained = {m: {number[n] for n in _operands(m) if carries_gradient(n)} for m in marks}
-    shared = {n for m in marks for n in trained[m] if sum(n in t for t in trained.values()) > 1}
-
-    def call(mark: Any) -> Call:
-        _, time, index, site, where, *_ = mark.args
-        at = ("changed", index) if _storage(time) in changed else number[time]
-        return Call(index, site, at, where, _body(mark), frozenset(trained[mark] & shared))
-
-    return list(map(call, marks))
-
-
-def _body(mark: fx.Node) -> str:
-    return _region(mark).args[0].target  # type: ignore[union-attr, return-value]
-
-
-def _region(mark: fx.Node) -> fx.Node:
-    return mark.args[0].args[0]  # type: ignore[union-attr, return-value]
-
-
-def _operands(mark: fx.Node) -> list[fx.Node]:
-    return [a for a in _region(mark).args[2:] if isinstance(a, fx.Node)]
 
 
 def _by_row(lane: Sequence[fx.Node], number: dict) -> bool:
@@ -122,8 +89,8 @@ def _by_row(lane: Sequence[fx.Node], number: dict) -> bool:
             "the calls can be put into another order for the whole batch (a time of shape ()) or row by row (a time of "
             f"shape {batch}). Give such a time, or use order='call' and an estimator that draws no steps."
         )
-    for position in _differing(lane, number):
-        for operand in (_region(m).args[position] for m in lane):
+    for position in differing(lane, number):
+        for operand in (region(m).args[position] for m in lane):
             v = value(operand) if isinstance(operand, fx.Node) else None
             what = f"Input {position - 2} of the velocity call at {lane[0].args[4]} differs between calls"
             if not isinstance(v, Tensor):
@@ -139,21 +106,6 @@ def _by_row(lane: Sequence[fx.Node], number: dict) -> bool:
                     f"first dimension of {batch[0]} in every such input. Expand it, or give one time for the batch."
                 )
     return by_row
-
-
-def _differing(lane: Sequence[fx.Node], number: dict) -> list[int]:
-    """Positions of the inputs that are not one and the same for all calls."""
-    regions = [_region(m) for m in lane]
-    if len({(_body(m), len(_region(m).args)) for m in lane}) > 1:
-        raise RefusedError(
-            f"The velocity calls from {lane[0].args[4]} on differ in the shapes or dtypes of their inputs, so they "
-            "cannot change places. Make them alike, or use order='call' and an estimator that draws no steps."
-        )
-    return [
-        p
-        for p in range(2, len(regions[0].args))
-        if len({number[r.args[p]] if isinstance(r.args[p], fx.Node) else repr(r.args[p]) for r in regions}) > 1
-    ]
 
 
 def _move(graph: fx.Graph, index: fx.Node, nodes: Sequence[fx.Node], name: str) -> list[fx.Node]:
@@ -177,7 +129,7 @@ def _deal(
         return list(permutation(plan, [t.reshape(shape) for t in times], [_rows(x, sum(shape)) for x in draws]))
 
     order, inverse, place = insert(graph, find, [*(m.args[1] for m in lane), *u], "deal")
-    regions = [_region(m) for m in lane]
+    regions = [region(m) for m in lane]
     times: list[Any] = [m.args[1] for m in lane]
     dealt = _move(graph, order, times, "time")
     if u and plan.weights == "index":  # then a step's place is its time
@@ -190,8 +142,8 @@ def _deal(
             mark.update_arg(7, given)
     for position in positions:
         own: list[Any] = [r.args[position] for r in regions]
-        for region, x in zip(regions, _move(graph, order, own, "dealt"), strict=True):
-            region.update_arg(position, x)
+        for call, x in zip(regions, _move(graph, order, own, "dealt"), strict=True):
+            call.update_arg(position, x)
     back: list[fx.Node] = []
     for outputs in [lane, *_other_outputs(lane)]:
         moved = _move(graph, inverse, outputs, "velocity")
@@ -226,7 +178,7 @@ def _other_outputs(lane: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """What the loss reads of a call besides its velocity, by position: it must come back in order too."""
     by_position: dict[int, dict[fx.Node, fx.Node]] = {}
     for mark in lane:
-        for user in list(_region(mark).users):
+        for user in list(region(mark).users):
             if user.target is operator.getitem and user not in (mark.args[0], mark.args[6]):
                 by_position.setdefault(user.args[1], {})[mark] = user  # type: ignore[index]
     for found in by_position.values():
@@ -247,72 +199,25 @@ def _placeholder(graph: fx.Graph, shape: tuple[int, ...], like: Tensor) -> fx.No
     return node
 
 
-def _hoist(graph: fx.Graph, made: Sequence[fx.Node], lanes: Sequence[Sequence[fx.Node]], order: dict) -> None:
-    """Move all calls of the dealt lanes, and what they need, to the place of the first of them."""
-    first = min((_region(m) for lane in lanes for m in lane), key=order.__getitem__)
-    flow = data_flow(graph)
-    needed = set(made) | {a for m in made for a in nx.ancestors(flow, m)}
-    needed = {n for n in needed if order.get(n, len(order)) >= order[first] and n.op != "placeholder"}
-    where = contexts(graph)
-    try:
-        sorted_ = list(nx.lexicographical_topological_sort(flow.subgraph(needed), lambda n: order.get(n, len(order))))
-    except nx.NetworkXUnfeasible:
-        raise RefusedError(
-            f"An input of a velocity call is computed from another call's velocity ({lanes[0][0].args[4]}), so the "
-            "calls cannot change places. Use stored states, or order='call' and an estimator that draws no steps."
-        ) from None
-    strayed = [n for n in needed if n in order and where[n] != where[first]]
-    if strayed:
-        raise RefusedError(
-            f"The velocity calls from {lanes[0][0].args[4]} on, and what they read, are made under different grad "
-            f"modes or autocast ({strayed[0].name}), so they cannot change places. Put one context around all of them."
-        )
-    cursor = first.prev
-    while cursor in needed:
-        cursor = cursor.prev
-    for node in sorted_:
-        cursor.append(node)
-        cursor = node
-
-
-def _refuse_writes(graph: fx.Graph, marks: Sequence[fx.Node], changed: set) -> None:
-    """An input that is changed in place between two calls has another value where it is stacked, or is not stacked."""
-    inputs: list[Any] = [n for m in marks for n in (m.args[1], *_operands(m))]
-    flow, nodes = data_flow(graph), list(graph.nodes)
-    later = storages_written(nodes[min(nodes.index(_region(m)) for m in marks) :])
-    behind = {a for n in inputs for a in nx.ancestors(flow, n)}
-    found = [n for n in inputs if _storage(n) in changed] or [n for n in nodes if n in behind and _storage(n) in later]
-    if found:
-        raise RefusedError(
-            f"An input of the velocity calls ({found[0].name}) is changed in place in the loss, so the calls "
-            "cannot change places. Make a new tensor in place of changing it, or use order='call' and an "
-            "estimator that draws no steps."
-        )
-
-
-def _storage(node: fx.Node) -> int | None:
-    return storage(example(node))
-
-
 def rows_mix(gm: fx.GraphModule, mark: fx.Node, other: fx.Node) -> Callable[..., bool]:
     """A check on real inputs of the graph: does one row of a call's velocity depend on other rows' inputs?
 
     Runs the body on the inputs of one call, of another, and of a batch with every other row from either.
     """
-    body = getattr(gm, _body(mark))
+    run_body = getattr(gm, body(mark))
     output = mark.args[0].args[1]  # type: ignore[union-attr]
-    operands = [list(_region(m).args[2:]) for m in (mark, other)]
+    operands = [list(region(m).args[2:]) for m in (mark, other)]
     find = subgraph(gm, [n for n in operands[0] + operands[1] if isinstance(n, fx.Node)])
 
     def mix(*args: Any) -> bool:
         with torch.no_grad():
             found = iter(find(*args))
             a, b = ([next(found) if isinstance(n, fx.Node) else n for n in own] for own in operands)
-            va, vb = body(*a)[output], body(*b)[output]
+            va, vb = run_body(*a)[output], run_body(*b)[output]
             first = torch.arange(va.shape[0], device=va.device) % 2 == 0
             own = [x if x is y or not isinstance(x, Tensor) or p is q else _mixed(first, x, y)
                    for x, y, p, q in zip(a, b, *operands, strict=True)]  # fmt: skip
-            wide = _mixed(first, va, vb).double() - body(*own)[output].double()
+            wide = _mixed(first, va, vb).double() - run_body(*own)[output].double()
             size = torch.maximum(va.double().abs().max(), vb.double().abs().max())
             loose = 1e-4 if va.dtype in (torch.float32, torch.float64) else 5e-2
             return bool(wide.abs().max() > loose * size)

@@ -18,7 +18,7 @@ from torch import fx
 from jagg_fx.errors import RefusedError
 from jagg_fx.plan import Call
 
-from .joint import Joint, Site, data_flow, expressions, getitems, is_region
+from .joint import Joint, Site, data_flow, expressions, getitems, is_call, is_region
 
 
 def run(joint: Joint) -> None:
@@ -30,25 +30,36 @@ def run(joint: Joint) -> None:
     number = expressions(graph)
     for mark in marks:
         velocity, time, index, site, where, lane, hidden, given = mark.args
-        forward = velocity.args[0]
-        if not is_region(forward):
-            raise AssertionError(f"{velocity} is not an output of a velocity call")
-        joint.forwards.append(forward)
+        forward, part = _forward(velocity)
+        if forward not in joint.forwards:
+            joint.forwards.append(forward)
         if index in cotangents:
             backward, positions = _backward(cotangents[index])
-            call = Call(index, site, number[time], where, forward.args[0].target + backward.args[0].target, lane=lane)
+            call = Call(
+                index, site, number[time], where, str(forward.args[0].target) + str(backward.args[0].target), lane=lane
+            )
             joint.backward_bodies.add(backward.args[0].target)
-            joint.sites[index] = Site(call, forward, velocity, time, backward, positions, hidden, given)
+            joint.sites[index] = Site(call, forward, velocity, time, backward, positions, hidden, part, given)
     joint.counts = {
         "nodes": len(graph.nodes),
         "forwards": len(joint.forwards),
-        "backwards": len(joint.sites),
+        "backwards": len({s.backward for s in joint.sites.values()}),
     }
     for mark in [*marks, *cotangents.values()]:
         mark.replace_all_uses_with(mark.args[0])
         graph.erase_node(mark)
     _refuse_chains(joint)
     _tell_networks_apart(joint, number)
+
+
+def _forward(velocity: fx.Node) -> tuple[fx.Node, int | None]:
+    """The region call that returned a velocity, and which of its timesteps it is if it makes several."""
+    forward, part = velocity.args[0], None
+    if is_call(forward, torch.ops.jagg_fx.unstack.default):
+        forward, part = forward.args[0].args[0], velocity.args[1]
+    if not is_region(forward):
+        raise AssertionError(f"{velocity} is not an output of a velocity call")
+    return forward, part
 
 
 def _backward(cotangent: fx.Node) -> tuple[fx.Node, list[int]]:
@@ -80,7 +91,9 @@ def _tell_networks_apart(joint: Joint, number: dict) -> None:
 
 def _refuse_chains(joint: Joint) -> None:
     """No gradient of a call may run through another one: then a pruned backward would be missed upstream."""
-    backward = {s.backward: i for i, s in joint.sites.items()}
+    backward: dict[fx.Node, int] = {}
+    for i, site in joint.sites.items():
+        backward.setdefault(site.backward, i)
     flow = data_flow(joint.graph)
     for node, later in backward.items():
         for other in nx.descendants(flow, node) & backward.keys():

@@ -26,6 +26,7 @@ class Site:
     backward: fx.Node | None = None  # invoke_subgraph of the backward body
     cotangents: list[int] = field(default_factory=list)  # which arguments of `backward` are cotangents
     hidden: fx.Node | None = None  # the input of its last layer, for gate="head"
+    part: int | None = None  # which of the timesteps of its call it is, where one call is made for several
     given: fx.Node | None = None  # its velocity as the caller handed it in
 
     @property
@@ -33,7 +34,20 @@ class Site:
         return list(self.forward.args[2:])  # type: ignore[arg-type]
 
     def own_cotangents(self) -> list[fx.Node]:
-        return [self.backward.args[i] for i in self.cotangents] if self.backward else []  # type: ignore[misc]
+        """Cotangents of this call alone; where it is one of several timesteps of its call, its part of the stack."""
+        found = [self.backward.args[i] for i in self.cotangents] if self.backward else []
+        return found if self.part is None else [stack.args[0][self.part] for stack in found]  # type: ignore[misc, union-attr, index]
+
+    def give(self, position: int, cotangent: fx.Node) -> None:
+        """Let its backward run with this cotangent, an argument at this position."""
+        assert self.backward is not None
+        if self.part is None:
+            self.backward.update_arg(position, cotangent)
+        else:
+            stack: Any = self.backward.args[position]
+            parts = list(stack.args[0])
+            parts[self.part] = cotangent
+            stack.update_arg(0, parts)
 
 
 @dataclass

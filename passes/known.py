@@ -10,12 +10,14 @@ computed: it is there already, so stale velocities are caught for nothing.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor, fx
 
 from jagg_fx import _torch
 
-from .joint import Joint, getitems, insert, sort, value
+from .joint import Joint, Site, insert, sort, value
 from .segments import carries_gradient
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -42,19 +44,20 @@ def add(gm: fx.GraphModule) -> list[Tensor]:
 
 def run(joint: Joint) -> None:
     pruned = {c for g in joint.groups for c in g.pruned}
-    for index, site in joint.sites.items():
-        if site.given is None:
-            continue
+    known = {i: s for i, s in joint.sites.items() if s.given is not None}
+    for index, site in known.items():
         if index in pruned:
             site.velocity.replace_all_uses_with(site.given)
-            if not any(n.users for nodes in getitems(site.forward).values() for n in nodes):
-                _erase(joint, site.forward)
         else:
             _compare(joint, site)
+    for forward in {s.forward: None for i, s in known.items() if i in pruned}:
+        if _unread(forward):
+            _erase(joint.graph, forward)
+            joint.forwards.remove(forward)
     sort(joint.graph)
 
 
-def _compare(joint: Joint, site) -> None:
+def _compare(joint: Joint, site: Site) -> None:
     what = (
         f"velocities[{site.call.index}] is not what the network returns for this call ({site.call.where}): the "
         "velocities were made with other parameters, states or times, or stand in another order. Hand in those of the "
@@ -66,13 +69,19 @@ def _compare(joint: Joint, site) -> None:
     def check(v: Tensor, given: Tensor) -> Tensor:
         return torch.ops.jagg_fx.fresh(v, given, tolerance, what)
 
-    (checked,) = insert(joint.graph, check, [site.velocity, site.given], "fresh")
+    (checked,) = insert(joint.graph, check, [site.velocity, site.given], "fresh")  # type: ignore[list-item]
     site.velocity.replace_all_uses_with(checked, delete_user_cb=lambda user: user in users)
 
 
-def _erase(joint: Joint, forward: fx.Node) -> None:
-    for nodes in getitems(forward).values():
-        for node in nodes:
-            joint.graph.erase_node(node)
-    joint.graph.erase_node(forward)
-    joint.forwards.remove(forward)
+def _unread(node: fx.Node) -> bool:
+    return all(_taken_apart(u) and _unread(u) for u in node.users)
+
+
+def _taken_apart(node: fx.Node) -> bool:
+    return node.target in (operator.getitem, torch.ops.jagg_fx.unstack.default)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)

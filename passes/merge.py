@@ -29,7 +29,7 @@ def run(joint: Joint) -> None:
             raise AssertionError("calls of one body have cotangents for the same outputs")
         merged: dict[int, dict[int, fx.Node]] = {c: {} for c in group.kept}
         for slot in range(slots):
-            own = [s.backward.args[s.cotangents[slot]] for s in sites]
+            own = [s.own_cotangents()[slot] for s in sites]
 
             def merge(*tensors, n=len(sites), lam=lam, nodes_of=group.nodes):
                 rest = iter(tensors[n:])
@@ -44,7 +44,7 @@ def run(joint: Joint) -> None:
             continue
         for call, by_position in merged.items():
             for position, node in by_position.items():
-                joint.sites[call].backward.update_arg(position, node)
+                joint.sites[call].give(position, node)
     sort(joint.graph)
 
 

@@ -35,11 +35,15 @@ _LINEAR = {
 
 
 def run(joint: Joint) -> None:
+    gone: set[fx.Node] = set()
     for group in joint.groups:
         if group.number in joint.opens:
             continue
         for call in group.pruned:
-            remove(joint.graph, joint.sites[call].backward)
+            backward = joint.sites[call].backward
+            if backward not in gone:  # one call may be made for several timesteps
+                remove(joint.graph, backward)
+                gone.add(backward)
             joint.sites[call].backward = None
     sort(joint.graph)
 

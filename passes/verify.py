@@ -121,7 +121,7 @@ def _pruned_is_gone(joint: Joint, after: str) -> str | None:
     """Once a pruned backward is taken out, nothing calls it, and its forward computes nothing for it."""
     if after not in ("prune", "slim"):
         return None
-    kept = sum(len(g.kept) for g in joint.groups if g.number not in joint.opens)
+    kept = len({joint.sites[c].backward for g in joint.groups if g.number not in joint.opens for c in g.kept})
     bodies = {n.args[0].target for n in joint.graph.nodes if is_region(n)} & joint.backward_bodies
     calls = sum(is_region(n) and n.args[0].target in bodies for n in joint.graph.nodes)
     if calls != kept:
