@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jagg_fx.models import DIT_SIZES
 
 import jagg_fx
 from bench import step_report
@@ -48,7 +49,6 @@ from bench.step_measure import (
     units,
 )
 from bench.step_problem import DTYPES, Problem, make
-from jagg_fx.models import DIT_SIZES
 
 PEAK = "peak bytes:"
 """In front of what a process that only measures memory prints."""

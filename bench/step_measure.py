@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch._inductor.utils
+from jagg_fx.passes import deal, outline, refuse, regions, segments
 from torch import Tensor, fx
 
 from bench.step_contenders import Contender
 from bench.step_problem import Problem
 from jagg_fx import passes
-from jagg_fx.passes import deal, outline, refuse, regions, segments
 
 # Time
 

@@ -10,10 +10,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+from jagg_fx.models import DiT, FlowSDE, add_lora, group_advantages, grpo_loss, make_grpo_loss, rollout, uniform_times
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from jagg_fx.models import DiT, FlowSDE, add_lora, group_advantages, grpo_loss, make_grpo_loss, rollout, uniform_times
 
 SAMPLER = FlowSDE(0.7)
 

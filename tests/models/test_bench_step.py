@@ -6,13 +6,6 @@ import json
 
 import pytest
 import torch
-
-import jagg_fx
-from bench import step
-from bench.step_contenders import FAMILIES, Cost, Maker, Nets, chosen
-from bench.step_measure import PassClock, Saved, Watch, peak_bytes, timed, units
-from bench.step_problem import SAMPLER, Problem, checkpointed, make
-from bench.step_report import Results, figures, growth, table, text
 from jagg_fx.models import (
     DIT_SIZES,
     DiTSize,
@@ -23,6 +16,13 @@ from jagg_fx.models import (
     rollout,
     uniform_times,
 )
+
+import jagg_fx
+from bench import step
+from bench.step_contenders import FAMILIES, Cost, Maker, Nets, chosen
+from bench.step_measure import PassClock, Saved, Watch, peak_bytes, timed, units
+from bench.step_problem import SAMPLER, Problem, checkpointed, make
+from bench.step_report import Results, figures, growth, table, text
 
 T, B, W = 4, 3, 4
 TINY = ["--size", "micro", "--image", "8", "--T", "4", "--compiler", "eager", "--threads", "1"]
