@@ -151,11 +151,11 @@ class Bench:
         """Runs every contender a few times: what it takes to compile, what it saves, how wrong it is."""
         reference = self.problem.reference()
         with bar("compile and check", len(self.options.chosen) + 2) as progress:
-            for part in ("grad", "no grad"):
-                with self.compiling("network") as clock:
+            with self.compiling("network") as clock:
+                for part in ("grad", "no grad"):
                     seconds = compile_net(self.problem, self.nets.get("compiled"), part)
-                self.parts[part] = {"compile_seconds": seconds, "nodes": clock.after}
-                progress.update()
+                    self.parts[part] = {"compile_seconds": seconds, "nodes": clock.after}
+                    progress.update()
             for family, W in self.options.chosen:
                 entry = self._new(family, W)
                 progress.set_postfix_str(entry["key"], refresh=False)

@@ -88,7 +88,7 @@ def table(r: Results) -> str:
     """One row for each contender."""
     unrolled, steps = (median(r.get(f)) for f in ("exact-unrolled", "exact-steps"))
     best = r.get(EXACT)
-    head = ["", "step", "speed, of fastest exact", "of (a)", "of (b)", "over its bound", "backward", "its speed"]
+    head = ["", "step", "speed to exact", "to (a)", "to (b)", "over its bound", "backward", "speed to exact's"]
     lines = [[*head, "compile", "joint graph", "saved", "peak", "gradient error", "cosine"]]
     for e in r.entries:
         if e["note"]:
@@ -200,7 +200,7 @@ def notes(r: Results) -> list[str]:
         f"Medians of {rounds} interleaved rounds, each contender once a round.",
     ]
     if exact:
-        lines.append(f"Fastest exact contender: {exact['title']}, {_seconds(median(exact))}.")
+        lines.append(f"Exact is the fastest exact contender: {exact['title']}, {_seconds(median(exact))}.")
     if spread:
         lines.append(f"exact / ours, round by round: {'; '.join(spread)}.")
     return [

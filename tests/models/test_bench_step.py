@@ -18,7 +18,7 @@ from jagg_fx.models import (
 )
 
 import jagg_fx
-from bench import step
+from bench import gpu_check, gpu_train, step
 from bench.step_contenders import FAMILIES, Cost, Maker, Nets, chosen
 from bench.step_measure import PassClock, Saved, Watch, peak_bytes, timed, units
 from bench.step_problem import SAMPLER, Problem, checkpointed, make
@@ -263,3 +263,34 @@ def test_wrong_options(wrong, capsys):
     with pytest.raises(SystemExit):
         step.main([*TINY, *wrong])
     assert "error" in capsys.readouterr().err
+
+
+def test_gpu_check_tells_right_from_wrong(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu_check, "make", lambda options: small())
+    argv = ["--device", "cpu", "--compiler", "eager", "--dtypes", "fp32", "--contenders", "exact-steps-eager,author"]
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main([*argv, "--out", str(tmp_path)])
+    assert not end.value.code
+    assert capsys.readouterr().out.count("right") == 2
+    assert [row["result"] for row in json.loads((tmp_path / "gpu-check.json").read_text())] == ["right", "right"]
+    monkeypatch.setitem(gpu_check.TOLERANCE, "fp32", -1.0)
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main([*argv[:-1], "exact-steps-eager"])
+    assert end.value.code
+
+
+def test_gpu_train_steps(tmp_path):
+    options = options_of("--batch", "4")
+    options.group, options.lr, options.steps, options.seconds = 2, 1e-3, 2, 60.0
+    problem = make(options)
+    maker = Maker(problem, Nets(problem, options, lambda gm: None), options)
+    maker.nets._made["compiled"] = problem.net  # a capture would only take time
+    wanted = gpu_train.colours(10, problem.device)
+    contender, _ = gpu_train.first_step(options, maker, "exact-steps", wanted)
+    before = [p.detach().clone() for p in problem.trained]
+    found = gpu_train.train(options, maker, contender, wanted, until=float("inf"))
+    assert len(found["rewards"]) == len(found["step_seconds"]) == 2
+    assert all(r < 0 for r in found["rewards"])
+    assert all(not torch.equal(a, b) for a, b in zip(before[:4], problem.trained, strict=False))
+    runs = [{"family": name, "compile_seconds": 1.0, **found} for name in gpu_train.ARMS]
+    assert f"{found['rewards'][-1]:.4f}" in gpu_train.summary(runs)
