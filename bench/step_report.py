@@ -75,7 +75,9 @@ def _text(value: float | None, form: str = ".2f", unit: str = "") -> str:
 
 
 def _bytes(value: int | None) -> str:
-    return EMPTY if value is None else f"{value / 2**20:,.1f} MiB"
+    if value is None:
+        return EMPTY
+    return f"{value / 2**20:,.1f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"
 
 
 def _seconds(value: float | None) -> str:
@@ -207,7 +209,8 @@ def notes(r: Results) -> list[str]:
         *lines,
         *(f"{e['title']}: {e['note']}" for e in r.entries if e["note"]),
         '(a): exact, unrolled, compiled through shared bodies (`estimator="exact"`); (b): a backward per step, with '
-        "the compiled network. Where a figure names (b), (c) or (d), the faster of compiled and eager is meant.",
+        "the compiled network and the head of the loss in eager code. Where a figure names (b), (c) or (d), the faster "
+        "of compiled and eager is meant.",
         "Bound: the calls of the network that a step cannot do without, at the unit costs below; the head of the loss, "
         "merging and the optimiser count nothing. The first backward finds `.grad` empty, the others add to it.",
         "Gradient error: |gradient - exact| / |exact|, against eager autograd in fp32 in the same run.",
