@@ -8,6 +8,7 @@ group of W (forward 1, backward 2): W + 3 a node, so W + 6 for endpoints, where 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ def backward(
     step: int = 0,
     generator: torch.Generator | None = None,
     velocities: Sequence[Tensor] | None = None,
+    watch: AbstractContextManager = nullcontext(),
 ) -> Tensor:
     """Adds the estimate to the parameters' `.grad`, as `loss.backward()` would, and returns the loss.
 
@@ -42,13 +44,15 @@ def backward(
         step: number of the optimiser step, for estimators that alternate.
         generator: of the draws, on the states' device.
         velocities: if known already (a rollout's): nothing but the nodes is computed then.
+        watch: entered around every backward.
     """
     if velocities is None:
         with torch.no_grad():
             velocities = [velocity(z, t) for z, t in zip(states, times, strict=True)]
     leaves = [v.detach().requires_grad_() for v in velocities]
     loss = head(leaves)
-    loss.backward()
+    with watch:
+        loss.backward()
     cotangents = [torch.zeros_like(v) if v.grad is None else v.grad for v in leaves]
 
     family = resolve(estimator)
@@ -57,7 +61,7 @@ def backward(
     size = n if chosen.whole else W
     for i in range(0, n, size):
         group = slice(i, i + size)
-        _group(velocity, states[group], times[group], cotangents[group], chosen, weights, generator)
+        _group(velocity, states[group], times[group], cotangents[group], chosen, weights, generator, watch)
     return loss.detach()
 
 
@@ -69,6 +73,7 @@ def _group(
     estimator: Estimator,
     weights: str,
     generator: torch.Generator | None,
+    watch: AbstractContextManager,
 ) -> None:
     n = len(states)
     lam = index_lambdas(n) if weights == "index" else lambdas(times)
@@ -79,7 +84,8 @@ def _group(
     rows = estimator.weights(lam, picks)
     for row, node in zip(rows, [*estimator.nodes(n), *picks], strict=True):
         v = velocity(_step(states, node), _step(times, node))
-        v.backward(merge(row, cotangents).to(v.dtype))
+        with watch:
+            v.backward(merge(row, cotangents).to(v.dtype))
 
 
 def merge(row: Sequence[Weight], cotangents: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from .grpo import (
     make_functional_grpo_loss,
     make_grpo_loss,
 )
+from .lora import LoRALinear, add_lora
 from .mlp import MLPVelocity
 from .samplers import (
     CPS,
@@ -49,10 +50,12 @@ __all__ = [
     "DiTBlock",
     "DiTSize",
     "FlowSDE",
+    "LoRALinear",
     "MLPVelocity",
     "Sampler",
     "Step",
     "Trajectory",
+    "add_lora",
     "clipped_ratio_loss",
     "count_parameters",
     "flow_matching_loss",
