@@ -206,6 +206,28 @@ def _compile_context() -> Any:
         setattr(module, name, before)
 
 
+attention = torch._C._nn.scaled_dot_product_attention
+
+
+def folded_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Scaled dot-product attention under vmap as one attention over a larger batch.
+
+    On CPUs torch has no batching rule for it, and would run and trace it once for each entry.
+    """
+    functorch = torch._C._functorch
+    level = functorch.maybe_current_level()
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    own = [x for x in tensors if functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == level]
+    plain = len(tensors) == 3 and all(x is y for x, y in zip(tensors, args, strict=False))  # no mask, say
+    if not plain or not own or any(x.ndim != 4 for x in tensors):
+        return attention(*args, **kwargs)
+    values = [functorch._unwrap_batched(x, level) for x in tensors]
+    many = next(v.shape[dim] for v, dim in values if dim is not None)
+    stacked = [v.expand(many, *v.shape) if dim is None else v.movedim(dim, 0) for v, dim in values]
+    out = attention(*(x.flatten(0, 1) for x in stacked), *args[3:], **kwargs)
+    return functorch._add_batch_dim(out.unflatten(0, (many, -1)), 0, level)
+
+
 def inside_functorch() -> list[str]:
     """Names of the torch.func transforms that are active, outermost first."""
     stack = torch._C._functorch.get_interpreter_stack() or []

@@ -23,7 +23,7 @@ from jagg_fx.errors import RefusedError
 from jagg_fx.plan import Plan
 
 from .calls import Captured, body, differing, hoist, refuse_writes, region
-from .joint import fresh, results, value
+from .joint import copied, fresh, results, value
 from .segments import carries_gradient
 
 CURE = "or use batched=False"
@@ -132,7 +132,10 @@ class _Many(nn.Module):
 
     def __init__(self, one: fx.GraphModule, dims: tuple) -> None:
         super().__init__()
-        self.one, self.dims = one, dims
+        self.one, self.dims = copied(one), dims
+        for node in self.one.graph.find_nodes(op="call_function", target=_torch.attention):
+            node.target = _torch.folded_attention
+        self.one.recompile()
 
     def forward(self, *inputs: Any) -> Any:
         return torch.func.vmap(self.one, in_dims=self.dims)(*inputs)

@@ -21,7 +21,8 @@ def verify(joint: Joint, after: str) -> None:
         joint.graph.lint()
     except Exception as error:
         raise VerifyError(f"after {after}: the graph is not well formed: {error}") from error
-    for rule in (_names_are_alive, _no_marker, _calls_are_closed, _independent, _regions_fit, _branches_agree):
+    rules = (_names_are_alive, _no_marker, _calls_are_closed, _independent, _one_role, _regions_fit, _branches_agree)
+    for rule in rules:
         _report(rule(joint), after)
     if after == "merge":
         with _torch.real_tensors():
@@ -79,6 +80,17 @@ def _independent(joint: Joint) -> str | None:
                 return f"the backward of call {calls.pop()} feeds that of call {backward[node]}"
             calls = {backward[node]}
         above[node] = calls
+    return None
+
+
+def _one_role(joint: Joint) -> str | None:
+    """Where one call is made for several timesteps, all of them keep its backward, or none does."""
+    pruned = {joint.sites[c].backward: c for g in joint.groups for c in g.pruned}
+    for group in joint.groups:
+        for call in group.kept:
+            other = pruned.get(joint.sites[call].backward)
+            if other is not None and joint.sites[call].backward is not None:
+                return f"call {call} keeps the backward that it shares with call {other}, which is pruned"
     return None
 
 

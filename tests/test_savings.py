@@ -1,4 +1,4 @@
-"""What a step can leave out besides backwards: known velocities, and activations of other groups."""
+"""What a step can save besides backwards: known velocities, activations of other groups, calls made as one."""
 
 from __future__ import annotations
 
@@ -252,6 +252,120 @@ def test_an_unknown_way_to_keep_activations() -> None:
         jagg_fx.transform(loss, activations="none")
 
 
+# ------------------------------------------------------------------------------------------- batched=
+
+TOGETHER = {
+    "no gate": {"gate": None},
+    "ragged": {"gate": None, "W": 8},
+    "exact": {"estimator": "exact", "gate": None},
+    "knots": {"estimator": "knots", "gate": None},
+    "drawn steps": {"estimator": "debiased"},
+    "times per row": {"gate": None, "order": "time"},
+}
+SOME = [k if k in ("no gate", "drawn steps") else pytest.param(k, marks=pytest.mark.thorough) for k in TOGETHER]
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_calls_made_as_one_change_nothing(kind: str) -> None:
+    net, *args = batch(rows=kind == "times per row")
+    want, value = jagg_fx.transform(loss, **EAGER, **TOGETHER[kind]).grad_and_value(net, *args)
+    step = jagg_fx.transform(loss, **EAGER, **TOGETHER[kind], batched=True)
+    start = step.state_dict()
+    got, again = step.grad_and_value(net, *args)
+    assert relative_error(got, want) < TOL
+    assert float(value - again) == pytest.approx(0, abs=1e-12)
+    if kind != "exact":
+        step.load_state_dict(start)
+        got, _ = step.grad_and_value(net, *args, velocities=velocities_of(net, *args[:2]))
+        assert relative_error(got, want) < TOL
+
+
+def regions(loss_fn, net: nn.Module, args: list, **options) -> list[str]:
+    """Bodies that the finished graph calls."""
+    seen: list[str] = []
+
+    def watch(name, joint) -> None:
+        if name == "settle":
+            seen.extend(n.args[0].target for n in joint.graph.nodes if "invoke_subgraph" in str(n.target))
+
+    chosen = options_of(**EAGER, **options)
+    Step(loss_fn, chosen, Backend(chosen, watch)).grad_and_value(net, *args)
+    return seen
+
+
+def test_two_forwards_and_one_backward_are_left() -> None:
+    net, *args = batch(T=12)
+    assert len(regions(loss, net, args, gate=None, batched=True)) == 3
+    assert len(regions(loss, net, args, gate=None, estimator="exact", batched=True)) == 2
+
+
+class Mixing(nn.Module):
+    """Rows see each other, and so they must where calls are made as one: but calls must not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, z: Tensor, t: Tensor) -> Tensor:
+        h = torch.tanh(self.a(z) + t)
+        return self.b(h - h.mean(0, keepdim=True))
+
+
+def test_rows_of_one_call_may_depend_on_each_other() -> None:
+    _, *args = batch()
+    net = Mixing().double()
+    want, _ = jagg_fx.transform(loss, **EAGER, gate=None).grad_and_value(net, *args)
+    got, _ = jagg_fx.transform(loss, **EAGER, gate=None, batched=True).grad_and_value(net, *args)
+    assert relative_error(got, want) < TOL
+
+
+def test_lanes_are_made_apart() -> None:
+    net, *args = batch(T=6)
+
+    def guided(net, zs, ts, targets):
+        return sum(
+            ((1.5 * net(z, t) - 0.5 * net(-z, t) - x) ** 2).mean() for z, t, x in zip(zs, ts, targets, strict=True)
+        )
+
+    want, _ = jagg_fx.transform(guided, **EAGER, gate=None).grad_and_value(net, *args)
+    got, _ = jagg_fx.transform(guided, **EAGER, gate=None, batched=True).grad_and_value(net, *args)
+    assert relative_error(got, want) < TOL
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "gate=None"),
+        ({"gate": None, "estimator": "memory"}, "'memory'"),
+        ({"gate": None, "activations": "group"}, "one after the other"),
+        ({"gate": None, "batched": 2}, "True or False"),
+    ],
+)
+def test_options_that_do_not_go_with_calls_made_as_one(options: dict, text: str) -> None:
+    with pytest.raises(jagg_fx.OptionError, match=text):
+        jagg_fx.transform(loss, **{"batched": True, **options})
+
+
+def test_calls_that_cannot_be_made_as_one_are_refused() -> None:
+    net, *args = batch(T=4)
+
+    def chained(net, zs, ts, targets):
+        z, total = zs[0], 0.0
+        for k in range(4):
+            v = net(z, ts[k])
+            z = zs[k] + 0.1 * v.detach()
+            total = total + ((v - targets[k]) ** 2).mean()
+        return total
+
+    def own(net, zs, ts, targets):
+        weight = next(net.parameters())
+        return sum(((net(zs[k] * weight.mean(), ts[k]) - targets[k]) ** 2).mean() for k in range(4))
+
+    for loss_fn, text in ((chained, "stored states, or use batched=False"), (own, "carries gradient")):
+        with pytest.raises(jagg_fx.RefusedError, match=text):
+            jagg_fx.transform(loss_fn, **EAGER, gate=None, batched=True)(net, *args)
+
+
 @pytest.mark.inductor
 def test_savings_with_generated_code() -> None:
     net, *args = batch(T=5, dtype=torch.float32)
@@ -261,3 +375,5 @@ def test_savings_with_generated_code() -> None:
         step = jagg_fx.transform(loss, gate=None, activations=activations)
         got, _ = step.grad_and_value(net, *args, velocities=velocities)
         assert relative_error(got, want) < 1e-5
+    got, _ = jagg_fx.transform(loss, gate=None, batched=True).grad_and_value(net, *args)
+    assert relative_error(got, want) < 1e-5
