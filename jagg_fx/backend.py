@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from . import _ops, _torch
+from .control import Ratio
 from .errors import CaptureError, JaggWarning, OptionError, RefusedError
 from .marking import name_of
-from .options import Options, check, known
+from .options import WIDTH, Options, check, known
 from .passes import Joint, copied, deal, outline, refuse, regions, repeats, rewrite, segments
+from .passes.joint import value
 from .plan import Plan
 from .stats import Stats
 
@@ -36,7 +38,8 @@ class Backend:
 
     def __init__(self, options: Options, watch: Callable | None = None) -> None:
         self.options = options
-        self.stats = Stats(watch_spans=options.plan.estimator.name == "endpoints")
+        self.ratio = Ratio()  # with tol: of true errors to predicted ones
+        self.stats = Stats(watch_spans=options.plan.estimator.name == "endpoints", plan=options.plan)
         self.clock = Clock(options.seed)
         self.tails: dict[int, Any] = {}
         self._watch = watch
@@ -83,9 +86,13 @@ class Backend:
 
             return run_exact
         dealt = deal.run(gm, plan)
-        drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
-        _add_stats(gm)
-        compiled = self._compile(gm, [*inputs, *drawn], plan)
+        given: list[tuple[Tensor, Callable]] = []  # inputs of our own: an example, and what gives the value
+        if dealt.draws:
+            given.append((_torch.example_input(dealt.draws, inputs), self.clock.uniforms))
+        _add_stats(gm, plan.tol is not None)
+        if plan.tol is not None:
+            given.append((_torch.example_input((), inputs), self._limit))
+        compiled = self._compile(gm, [*inputs, *(x for x, _ in given)], plan)
 
         def run(*args: Tensor) -> Any:
             while dealt.checks:  # once, on the first batch
@@ -97,12 +104,17 @@ class Backend:
                         "order='call' and estimator='endpoints'."
                     )
                 dealt.checks.pop()
-            *out, table = compiled(*args, *(self.clock.uniforms(x) for x in drawn))
-            self.stats.record(table)
+            *out, table = compiled(*args, *(make(x) for x, make in given))
+            self.stats.record(table, self.ratio.value)
             self.clock.tick()
             return tuple(out)
 
         return run
+
+    def _limit(self, like: Tensor) -> Tensor:
+        """The predicted error that this step may have, an input of the graph: nothing is compiled anew for it."""
+        assert self.options.plan.tol is not None
+        return torch.full((), self.ratio.limit(self.options.plan.tol), device=like.device)
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         o, tails = self.options, self.tails
@@ -160,18 +172,22 @@ class Clock:
         return torch.Generator().manual_seed(hash((self.seed, step, stream)) % 2**63)
 
 
-def _add_stats(gm: fx.GraphModule) -> None:
-    """Hold a place among the outputs for a table of the gates' values, `passes/gate.py` fills it."""
+def _add_stats(gm: fx.GraphModule, limited: bool) -> None:
+    """Hold a place among the outputs for a table of the gates' values, `passes/gate.py` fills it.
+
+    limited: with a new input, the limit of error control, which `passes/control.py` finds there.
+    """
     output = gm.graph.output_node()
     marks = gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
+    limit = deal.placeholder(gm.graph, "jagg_limit", (), value(marks[0])) if limited else None
     with gm.graph.inserting_before(output):
         detached = gm.graph.call_method("detach", (marks[-1].args[0],))
-        slot = gm.graph.call_function(torch.ops.jagg_fx.gates.default, (detached, len(marks)))
+        slot = gm.graph.call_function(torch.ops.jagg_fx.gates.default, (detached, len(marks), limit))
     output.args = ((*output.args[0], slot),)  # type: ignore[misc]
     gm.recompile()
 
 
-def backend(W: int = 4, **options: Any) -> Backend:
+def backend(W: int = WIDTH, **options: Any) -> Backend:
     """A backend for torch.compile that rewrites the gradient of the loss it is given.
 
     Use: `compiled = torch.compile(loss_fn, backend=jagg_fx.backend(W=4), fullgraph=True)`. Takes the options

@@ -56,6 +56,7 @@ class Plan:
     weights: str = "time"
     order: str = "call"
     lane: int | tuple[int, ...] | None = None
+    tol: float | None = None  # error control: the estimator's nodes are those that always keep their backward
 
     def key(self) -> str:
         """Everything of the plan that changes a graph, as text: part of the compile cache's key."""

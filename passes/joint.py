@@ -45,6 +45,8 @@ class Joint:
     groups: list[Group] = field(default_factory=list)
     opens: dict[int, fx.Node] = field(default_factory=dict)  # by group number: the gate's decision
     cosines: dict[int, fx.Node] = field(default_factory=dict)  # by call index
+    runs: dict[int, fx.Node] = field(default_factory=dict)  # by call index, with tol: whether its backward runs
+    predicted: dict[int, fx.Node] = field(default_factory=dict)  # by group number, with tol: the predicted error
     positions: dict[int, list] = field(default_factory=dict)  # by group number: lambda of every step
     merged: dict[int, dict[int, fx.Node]] = field(default_factory=dict)  # by call: argument -> cotangent
     tails: dict[int, Any] = field(default_factory=dict)  # by call index: its last layer, for gate="head"

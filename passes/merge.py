@@ -1,9 +1,12 @@
 """Merge the cotangents of a group into its nodes: G_j = sum_k C[j, k] g_k.
 
 Assumes: groups and positions. Leaves: without a gate, every kept backward called with its merged cotangent;
-with one, the merged cotangents in `joint.merged`, for the branch. Sums are made in fp32 (fp64 for fp64) and
+with one, or with tol, the merged ones in `joint.merged`, for the branch. Sums are made in fp32 (fp64 for fp64) and
 returned in the dtype of the velocity's own cotangent. An entry of C that is exactly 0 or 1 is not multiplied,
 so that an infinite or NaN cotangent stays out of the sums it has no part in.
+
+With tol, every call gets a merged cotangent, by weights that depend on which calls run; where a cotangent of the lane
+is not finite, all run, each with its own.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from jagg_fx import control
 from jagg_fx.gates import per_row
+from jagg_fx.plan import Group
 
+from .gate import fill
 from .joint import Joint, insert, sort
 
 
@@ -21,6 +27,9 @@ def run(joint: Joint) -> None:
         sites = [joint.sites[c] for c in group.calls]
         joint.own.update({s.call.index: s.own_cotangents() for s in sites})
         if group.exact or not group.kept:
+            continue
+        if joint.plan.tol is not None:
+            _controlled(joint, group)
             continue
         lam = joint.positions[group.number]
         nodes = [x for x in lam if isinstance(x, fx.Node)]
@@ -32,9 +41,7 @@ def run(joint: Joint) -> None:
             own = [s.backward.args[s.cotangents[slot]] for s in sites]
 
             def merge(*tensors, n=len(sites), lam=lam, nodes_of=group.nodes):
-                rest = iter(tensors[n:])
-                filled = [next(rest) if isinstance(x, fx.Node) else x for x in lam]
-                rows = joint.plan.estimator.weights(filled, joint.plan.estimator.slots(n))
+                rows = joint.plan.estimator.weights(fill(lam, tensors[n:]), joint.plan.estimator.slots(n))
                 return [weighted_sum(row, tensors[:n], tensors[j]) for j, row in zip(nodes_of, rows, strict=True)]
 
             for call, node in zip(group.kept, insert(joint.graph, merge, [*own, *nodes], "merged"), strict=True):
@@ -46,6 +53,30 @@ def run(joint: Joint) -> None:
             for position, node in by_position.items():
                 joint.sites[call].backward.update_arg(position, node)
     sort(joint.graph)
+
+
+def _controlled(joint: Joint, group: Group) -> None:
+    """Merge by the weights of what runs: `joint.runs` then says it of the actual cotangents."""
+    sites = [joint.sites[c] for c in group.calls]
+    tree, n, lam = control.spans(group.nodes), len(sites), joint.positions[group.number]
+    inner = [c for c in group.calls if c in joint.runs]
+    places = [group.calls.index(c) for c in inner]
+    (slot,) = {tuple(s.cotangents) for s in sites}
+    if len(slot) != 1:
+        raise AssertionError("the velocity has one output that carries gradient")
+
+    def merge(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        own, runs, rest = tensors[:n], dict(zip(places, tensors[n:], strict=False)), tensors[n + len(places) :]
+        finite = torch.stack([g.isfinite().all() for g in own]).all()
+        rows = control.weights(fill(lam, rest), tree, [runs.get(k) for k in range(n)])
+        sums = [torch.where(finite, weighted_sum(row, own, g), g) for row, g in zip(rows, own, strict=True)]
+        return [*sums, *(r | ~finite for r in runs.values())]
+
+    nodes = [x for x in lam if isinstance(x, fx.Node)]
+    inputs = [*(s.own_cotangents()[0] for s in sites), *(joint.runs[c] for c in inner), *nodes]
+    found = insert(joint.graph, merge, inputs, "merged")
+    joint.runs.update(zip(inner, found[n:], strict=True))
+    joint.merged.update({c: {slot[0]: node} for c, node in zip(group.calls, found, strict=False)})
 
 
 def weighted_sum(row, cotangents, own: torch.Tensor) -> torch.Tensor:

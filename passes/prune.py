@@ -1,7 +1,7 @@
 """Remove the backward of every pruned timestep, and the gradient accumulation that it fed.
 
 Assumes: endpoints merged. Leaves: no pruned backward. Gated groups are not touched: `branch.py` has put their
-exact backward behind the gate.
+exact backward behind the gate, and with tol each backward behind its flag.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(joint: Joint) -> None:
     for group in joint.groups:
         if group.number in joint.opens:
             continue
-        for call in group.pruned:
+        for call in (c for c in group.pruned if c not in joint.runs):
             remove(joint.graph, joint.sites[call].backward)
             joint.sites[call].backward = None
     sort(joint.graph)
