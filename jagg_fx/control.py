@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .estimators import Weight
+from .gates import row_shape
 
 
 @dataclass(frozen=True)
@@ -114,35 +115,30 @@ def relative(errors: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
     return [(e / scale).square().sum().sqrt() / size for e in errors]
 
 
-def weights(lam: Sequence[Weight], tree: Sequence[Span], runs: Sequence[Tensor | None]) -> list[list[Weight]]:
-    """C[j][k] for every step j of a lane, where step j runs its backward if runs[j] says so (None: always).
+def weights(lam: Sequence[Weight], runs: Sequence[Tensor | None]) -> Tensor:
+    """C[j, k] of every step j of a lane, where step j runs its backward if runs[j] says so (None: always).
 
-    The row of a step that does not run is zero. Entries are floats where no choice enters.
+    Linear interpolation between the steps that run: C[a, k] = 1 - mu and C[b, k] = mu for the last one a and the first
+    one b around step k, mu = (lambda_k - lambda_a) / (lambda_b - lambda_a). Shape (n, n), or (n, n, B) where places
+    are by row. Rows of steps that do not run are zero; zeros and ones are exact. The first and the last step run.
     """
-    n = len(lam)
-    C: list[list[Weight]] = [[0.0] * n for _ in range(n)]
-    for k, runs_k in enumerate(runs):
-        C[k][k] = 1.0 if runs_k is None else runs_k.to(torch.float64)
-    for span in tree:
-        merged = ~_halved(span, runs)
-        if span.parent is not None:  # it is there where its parent is halved
-            merged = merged & _halved(tree[span.parent], runs)
-        for k, mu in zip(span.inner, positions(lam, span)[1:-1], strict=True):
-            C[span.a][k] = C[span.a][k] + _where(merged, 1.0 - mu)
-            C[span.b][k] = C[span.b][k] + _where(merged, mu)
-    return C
+    flag = next(r for r in runs if r is not None)
+    place = torch.arange(len(lam), device=flag.device)
+    here = torch.stack([torch.ones_like(flag) if r is None else r for r in runs])
+    a = torch.where(here & (place <= place[:, None]), place, 0).amax(1)
+    b = torch.where(here & (place >= place[:, None]), place, len(lam) - 1).amin(1)
+    places = [
+        x.reshape(row_shape(x)) if isinstance(x, Tensor) else torch.full_like(flag, x, dtype=torch.float64) for x in lam
+    ]
+    where = torch.stack(torch.broadcast_tensors(*(x.double() for x in places)))
 
+    def by_row(x: Tensor) -> Tensor:
+        return x.reshape(*x.shape, *(1 for _ in where.shape[1:]))
 
-def _halved(span: Span, runs: Sequence[Tensor | None]) -> Tensor:
-    found = runs[span.middle]
-    assert found is not None
-    return found
-
-
-def _where(condition: Tensor, x: Weight) -> Tensor:
-    if not isinstance(x, Tensor):
-        x = torch.full((), x, dtype=torch.float64, device=condition.device)
-    return torch.where(condition, x, torch.zeros_like(x))
+    at_a, at_b = where.index_select(0, a), where.index_select(0, b)
+    mu = torch.where(by_row(a == b), 0.0, (where - at_a) / (at_b - at_a))
+    first, last = (by_row(place[:, None] == x) for x in (a, b))
+    return torch.where(first, 1.0 - mu, 0.0) + torch.where(last, mu, 0.0)
 
 
 class Ratio:

@@ -127,6 +127,7 @@ def insert(graph: fx.Graph, fn: Callable, nodes: Sequence[fx.Node], name: str = 
     ordinary tensor code that tests can call. Returns the nodes of the results.
     """
     traced = _torch.trace(fn, [value(n) for n in nodes])
+    traced.graph.eliminate_dead_code()
     env: dict[fx.Node, fx.Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
     with graph.inserting_before(outputs(graph)):
         for node in traced.graph.nodes:

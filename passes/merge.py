@@ -11,6 +11,8 @@ is not finite, all run, each with its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -58,7 +60,7 @@ def run(joint: Joint) -> None:
 def _controlled(joint: Joint, group: Group) -> None:
     """Merge by the weights of what runs: `joint.runs` then says it of the actual cotangents."""
     sites = [joint.sites[c] for c in group.calls]
-    tree, n, lam = control.spans(group.nodes), len(sites), joint.positions[group.number]
+    n, lam = len(sites), joint.positions[group.number]
     inner = [c for c in group.calls if c in joint.runs]
     places = [group.calls.index(c) for c in inner]
     (slot,) = {tuple(s.cotangents) for s in sites}
@@ -68,9 +70,9 @@ def _controlled(joint: Joint, group: Group) -> None:
     def merge(*tensors: torch.Tensor) -> list[torch.Tensor]:
         own, runs, rest = tensors[:n], dict(zip(places, tensors[n:], strict=False)), tensors[n + len(places) :]
         finite = torch.stack([g.isfinite().all() for g in own]).all()
-        rows = control.weights(fill(lam, rest), tree, [runs.get(k) for k in range(n)])
-        sums = [torch.where(finite, weighted_sum(row, own, g), g) for row, g in zip(rows, own, strict=True)]
-        return [*sums, *(r | ~finite for r in runs.values())]
+        sums = weighted_sums(control.weights(fill(lam, rest), [runs.get(k) for k in range(n)]), own)
+        merged = [torch.where(finite, x, g) for x, g in zip(sums, own, strict=True)]
+        return [*merged, *(r | ~finite for r in runs.values())]
 
     nodes = [x for x in lam if isinstance(x, fx.Node)]
     inputs = [*(s.own_cotangents()[0] for s in sites), *(joint.runs[c] for c in inner), *nodes]
@@ -94,3 +96,16 @@ def weighted_sum(row, cotangents, own: torch.Tensor) -> torch.Tensor:
         total = term if total is None else total + term
     assert total is not None
     return total.to(own.dtype)
+
+
+def weighted_sums(C: torch.Tensor, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """sum_k C[j, k] g_k for every j, with the dtype and strides of the g_k. C: (n, n), or (n, n, B) by row."""
+    own = cotangents[0]
+    wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+    order = sorted(range(own.ndim), key=own.stride, reverse=True)  # as they lie in memory
+    back = [order.index(d) for d in range(own.ndim)]
+    stack = torch.stack([g.to(wide).permute(order) for g in cotangents])
+    rows = (
+        C.to(wide).reshape(*C.shape, *(1 for _ in range(own.ndim + 2 - C.ndim))).permute(0, 1, *(d + 2 for d in order))
+    )
+    return [(row * stack).sum(0).permute(back).to(own.dtype) for row in rows.unbind(0)]

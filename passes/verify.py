@@ -129,8 +129,7 @@ def _choices_are_sound(joint: Joint) -> str | None:
             runs: list = [None] * len(group.calls)
             for span, d in zip(tree, _depths(tree), strict=True):
                 runs[span.middle] = torch.tensor(d < depth or depth == 3)
-            rows = control.weights([0.0, *inner.unbind(), 1.0], tree, runs)
-            C = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in row]) for row in rows])
+            C = control.weights([0.0, *inner.unbind(), 1.0], runs)
             skipped = torch.tensor([r is not None and not r for r in runs])
             if (C.sum(0) - 1).abs().max() > 1e-9 or C[skipped].any() or C.min() < -1e-12:
                 return f"the weights of a choice at depth {depth} are not those of an interpolation:\n{C}"

@@ -188,9 +188,9 @@ def test_W_is_the_widest_span(W: int) -> None:
 def test_times_per_row() -> None:
     ts = grid(9)[:, None] - 0.02 * torch.rand(9, 3, dtype=D)
     case = simple_case(quadratic, ts=ts, noise=0.3)
-    step = made(case, MIXED)
+    step = made(case, MIXED / 3)
     got = gradient(step, case)
-    kept, _ = choice(case, 8, MIXED)
+    kept, _ = choice(case, 8, MIXED / 3)
     assert ran(step) == kept
     assert 2 < len(kept) < 9
     assert relative_error(got, estimate(case, kept).grads) < 1e-12
@@ -214,12 +214,9 @@ def test_other_weights_and_orders(options: dict) -> None:
 def test_policy_gradients_through_every_entry() -> None:
     case = grpo_case(T=9)
     for entry in ("grad_and_value", "backward", "func"):
-        for limit, W in ((0.5, 8), (1e-12, 1)):
-            tol = 2 * limit / 1.0
-            if tol >= 1:
-                continue
-            got = run(case, "params", entry, tol=tol, audit_every=None)
-            check(got, wanted(case, W=W), 1e-10, 1e-12)
+        kept, _ = choice(case, 8, 0.2 / Ratio.FIRST)
+        assert 2 < len(kept) < 9
+        check(run(case, "params", entry, tol=0.2, audit_every=None), estimate(case, kept), 1e-10, 1e-12)
 
 
 def test_in_a_compile_pipeline() -> None:
@@ -343,9 +340,9 @@ def test_defaults() -> None:
 def test_a_tolerance_that_saves_nothing_is_said() -> None:
     case = simple_case(quadratic, T=9, noise=1.0)
     step = made(case, 1e-9)
+    step(case.net, *case.args)
     with pytest.warns(jagg_fx.JaggWarning, match=r"100% of the backwards ran"):
-        for _ in range(3):
-            step(case.net, *case.args)
+        step(case.net, *case.args)
 
 
 # ------------------------------------------------------------------------------------------------ audits
@@ -437,7 +434,7 @@ def test_weights_interpolate_between_what_runs() -> None:
         for s in tree:
             parent = s.parent is None or bool(runs[tree[s.parent].middle])
             runs[s.middle] = torch.tensor(parent and bool(torch.rand((), generator=g) < 0.6))
-        C = torch.stack([torch.stack([torch.as_tensor(x, dtype=D) for x in row]) for row in weights(lam, tree, runs)])
+        C = weights(lam, runs)
         kept = {k for k, r in enumerate(runs) if r is None or r}
         times = torch.stack([torch.as_tensor(x, dtype=D) for x in lam])[:, None]
         torch.testing.assert_close(C, matrix(kept)(times)[..., 0])
@@ -447,10 +444,9 @@ def test_weights_interpolate_between_what_runs() -> None:
 def test_numbers_that_are_not_finite_halve_everything(bad: float) -> None:
     tree = spans((0, 4))
     errors = [torch.zeros(2), torch.tensor([bad, 0.0]), torch.zeros(2)]
-    halved, _ = choose(errors, tree, torch.ones(2) * bad, torch.tensor(10.0))
-    assert all(halved)
-    halved, predicted = choose(errors, tree, torch.ones(2), torch.tensor(10.0))
-    assert not halved[0] or predicted.isfinite()
+    for whole in (torch.ones(2) * bad, torch.ones(2)):
+        halved, _ = choose(errors, tree, whole, torch.tensor(10.0))
+        assert all(halved)
     assert relative([torch.ones(4)], torch.ones(1))[0] == 2
 
 
