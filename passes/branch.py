@@ -20,6 +20,7 @@ from jagg_fx import _torch
 from jagg_fx.plan import Group
 
 from .joint import Joint, Site, body_of, call_region, fresh, getitems, insert, is_call, item, results, sort
+from .merge import in_memory
 from .prune import remove, vanish
 
 
@@ -115,10 +116,14 @@ def _zeros(nodes: Sequence[fx.Node], likes: Sequence[fx.Node]) -> fx.GraphModule
         _placeholder(graph, f"x{i}", n)
     zeros = []
     for v in (n.meta["val"] for n in likes):
+        order = in_memory(v)
         options = {"dtype": v.dtype, "device": v.device}
-        empty = graph.call_function(torch.ops.aten.empty_strided.default, (v.shape, v.stride()), options)
-        zeros.append(graph.call_function(torch.ops.aten.fill.Scalar, (empty, 0.0)))
-        empty.meta["val"] = zeros[-1].meta["val"] = v
+        full = graph.call_function(torch.ops.aten.full.default, ([v.shape[d] for d in order], 0.0), options)
+        full.meta["val"] = v.permute(order)
+        zeros.append(
+            graph.call_function(torch.ops.aten.permute.default, (full, [order.index(d) for d in range(v.ndim)]))
+        )
+        zeros[-1].meta["val"] = v
     graph.output(tuple(zeros))
     return fx.GraphModule(torch.nn.Module(), graph)
 

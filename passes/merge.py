@@ -102,10 +102,15 @@ def weighted_sums(C: torch.Tensor, cotangents: Sequence[torch.Tensor]) -> list[t
     """sum_k C[j, k] g_k for every j, with the dtype and strides of the g_k. C: (n, n), or (n, n, B) by row."""
     own = cotangents[0]
     wide = torch.float64 if own.dtype == torch.float64 else torch.float32
-    order = sorted(range(own.ndim), key=own.stride, reverse=True)  # as they lie in memory
+    order = in_memory(own)
     back = [order.index(d) for d in range(own.ndim)]
     stack = torch.stack([g.to(wide).permute(order) for g in cotangents])
     rows = (
         C.to(wide).reshape(*C.shape, *(1 for _ in range(own.ndim + 2 - C.ndim))).permute(0, 1, *(d + 2 for d in order))
     )
     return [(row * stack).sum(0).permute(back).to(own.dtype) for row in rows.unbind(0)]
+
+
+def in_memory(x: torch.Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory, the widest stride first."""
+    return sorted(range(x.ndim), key=x.stride, reverse=True)

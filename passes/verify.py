@@ -157,7 +157,8 @@ def _skips_are_zero(joint: Joint) -> str | None:
             run, skip = (getattr(body, a.target) for a in choice.args[1:3])
             if sum(is_region(n) for n in run.graph.nodes) != 1:
                 return f"{node.name} does not run one backward where its flag is set"
-            if any(not is_call(n, torch.ops.aten.fill.Scalar) or n.args[1] != 0 for n in results(skip.graph)):
+            full = [view_chain(n)[0] for n in results(skip.graph)]
+            if any(not is_call(n, torch.ops.aten.full.default) or n.args[1] != 0 for n in full):
                 return f"{node.name} returns something else than zeros where its backward is skipped"
     return f"calls {sorted(left)} may be skipped, and have no branch" if left else None
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import jagg_fx
+from jagg_fx import _torch
 from jagg_fx.control import Ratio, choose, joined, relative, spans, weights
+from jagg_fx.passes.verify import verify
 
 from .helpers import EAGER, check, run, wanted
 from .losses import MLP, Case, grid, grpo_case, linear, quadratic, simple_case
@@ -460,3 +462,67 @@ def test_under_inductor() -> None:
         kept, _ = choice(case, 8, limit)
         assert ran(step) == kept
         assert relative_error(got, estimate(case, kept).grads) < 1e-10
+
+
+# ----------------------------------------------------------------------------------------- broken rewrites
+
+
+class _Enough(Exception):
+    pass
+
+
+def _swap_flags(joint) -> None:
+    a, b = list(joint.runs)[:2]
+    joint.runs[a], joint.runs[b] = joint.runs[b], joint.runs[a]
+
+
+def _steps(joint):
+    return [m for n, m in joint.gm.named_children() if n.startswith("jagg_step")]
+
+
+def _ones(joint) -> None:
+    (cond,) = _steps(joint)[0].graph.find_nodes(op="call_function", target=_torch.cond)
+    skip = getattr(_steps(joint)[0], cond.args[2].target)
+    next(n for n in skip.graph.nodes if n.op == "call_function").update_arg(1, 1.0)
+
+
+def _twice(joint) -> None:
+    (cond,) = _steps(joint)[0].graph.find_nodes(op="call_function", target=_torch.cond)
+    branch = getattr(_steps(joint)[0], cond.args[1].target)
+    node = next(n for n in branch.graph.nodes if n.target is _torch.invoke_subgraph)
+    with branch.graph.inserting_after(node):
+        branch.graph.node_copy(node, lambda n: n)
+
+
+def _forgotten(joint) -> None:
+    joint.runs[max(joint.runs) + 100] = joint.runs[min(joint.runs)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        (_swap_flags, "another call's flag"),
+        (_ones, "else than zeros"),
+        (_twice, "not run one"),
+        (_forgotten, "no branch"),
+    ],
+)
+def test_the_verifier_catches_a_broken_skip(broken, what: str) -> None:
+    case = simple_case(quadratic, T=4)
+    step = made(case)
+    found: list[str] = []
+
+    def watch(name: str, joint) -> None:
+        if name == "branch":
+            broken(joint)
+            try:
+                verify(joint, name)
+            except jagg_fx.VerifyError as error:
+                found.append(str(error))
+            raise _Enough
+
+    step.backend._watch = watch
+    with pytest.raises(Exception, match=r"."):
+        step(case.net, *case.args)
+    assert len(found) == 1
+    assert what in found[0]
