@@ -11,6 +11,7 @@ from jagg_fx import _torch, control
 from jagg_fx.errors import VerifyError
 
 from .joint import Joint, body_of, getitems, is_call, is_region, results, value, view_chain
+from .slim import SAME
 
 _MARKERS = (torch.ops.jagg_fx.call.default, torch.ops.jagg_fx.cotangent.default)
 
@@ -31,6 +32,8 @@ def verify(joint: Joint, after: str) -> None:
     if after == "branch":
         _report(_skips_are_zero(joint), after)
     _report(_pruned_is_gone(joint, after), after)
+    if after == "slim":
+        _report(_outputs_are_apart(joint), after)
 
 
 def _report(broken: str | None, after: str) -> None:
@@ -60,8 +63,10 @@ def _calls_are_closed(joint: Joint) -> str | None:
         for position, arg in enumerate(site.backward.args[2:], start=2):
             if position in site.cotangents or not isinstance(arg, fx.Node):
                 continue
-            if any(n in operands for n in view_chain(arg)):
+            chain = view_chain(arg)
+            if any(n in operands for n in chain):
                 continue
+            arg = chain[0] if isinstance(chain[0], fx.Node) else arg  # a view of what was saved
             if is_call(arg, operator.getitem) and is_region(arg.args[0]):
                 owner = arg.args[0]
                 if owner is site.forward:
@@ -179,6 +184,18 @@ def _pruned_is_gone(joint: Joint, after: str) -> str | None:
             spare = len(results(body_of(joint.gm, forward).graph)) - len(used)
             if spare and used:
                 return f"the forward of pruned call {call} still computes {spare} values that nothing reads"
+    return None
+
+
+def _outputs_are_apart(joint: Joint) -> str | None:
+    """No value is returned twice by a velocity call, as one of its own and as a view: Inductor would write over it."""
+    for forward in joint.forwards:
+        used = [i for i, nodes in getitems(forward).items() if any(n.users for n in nodes)]
+        chains = [view_chain(results(body_of(joint.gm, forward).graph)[i]) for i in used]
+        roots = [c[0] for c in chains]
+        twice = [c[0].name for c in chains if all(v.target in SAME for v in c[1:]) and roots.count(c[0]) > 1]
+        if twice:
+            return f"{forward.name} returns {twice[0]} twice"
     return None
 
 

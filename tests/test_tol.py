@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import jagg_fx
 from jagg_fx import _torch
 from jagg_fx.control import Ratio, choose, joined, relative, spans, weights
-from jagg_fx.passes.verify import verify
+from jagg_fx.passes.verify import _outputs_are_apart, verify
 
 from .helpers import EAGER, check, run, wanted
 from .losses import MLP, Case, grid, grpo_case, linear, quadratic, simple_case
@@ -526,3 +526,15 @@ def test_the_verifier_catches_a_broken_skip(broken, what: str) -> None:
         step(case.net, *case.args)
     assert len(found) == 1
     assert what in found[0]
+
+
+def test_no_value_of_a_call_is_returned_twice() -> None:
+    """The input of the last layer is read by the choice and saved for the backward: one buffer, or Inductor writes
+    over it."""
+    case = simple_case(quadratic, T=4)
+    step = made(case)
+    found: dict[str, str | None] = {}
+    step.backend._watch = lambda name, joint: found.update({name: _outputs_are_apart(joint)})
+    step(case.net, *case.args)
+    assert "twice" in str(found["prune"])
+    assert found["slim"] is None
