@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jagg_fx.models import FlowSDE, make_grpo_loss, uniform_times
+from jagg_fx.models import DIT_SIZES, DiT, FlowSDE, make_grpo_loss, uniform_times
 from torch import Tensor, nn
 
 from jagg_fx.control import Ratio, Span, choose, spans
@@ -207,7 +207,7 @@ def report(results: dict) -> str:
         f"best other setting in {cheap}. Where the error matters, say tol; where only the cost does, use knots."
     )
     notes = [
-        f"MLP velocity on digits, {results['batches']} batches of {results['batch']} samples, error control on them "
+        f"{results['net']} velocity on digits, {results['batches']} batches of {results['batch']} samples, error control on them "
         f"{results['repeats']} times over with an audit every {results['audit_every']} steps.",
         "Cost: a forward 1, a backward 2, over that of exact. r: what predictions are multiplied with, at the end.",
         "The best other setting is chosen on the batches that it is judged on: endpoints, knots, both gates.",
@@ -245,6 +245,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="samples a batch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=10, help="passes of error control over them")
     parser.add_argument("--audit-every", type=int, default=20, help="steps between audits (default: %(default)s)")
+    parser.add_argument(
+        "--dit", action="store_true", help="a small transformer in place of the MLP, ten times the time"
+    )
     parser.add_argument("--quick", action="store_true", help="4 batches, T=16 alone: to see that it runs")
     options = parser.parse_args()
     count = 4 if options.quick else options.batches
@@ -254,7 +257,10 @@ def main() -> None:
     reward = reward_classifier(images.shape, images.classes)
     train_classifier(reward, images, 300, 128, 0, "reward classifier")
     reward.requires_grad_(False)
-    net = Flat(images.shape, images.classes)
+    size = DIT_SIZES["tiny"]
+    dit = DiT(images.shape[1], images.shape[0], 2, size.width, size.depth, size.heads, images.classes)
+    net: nn.Module = dit if options.dit else Flat(images.shape, images.classes)
+    last = [m for m in net.modules() if isinstance(m, nn.Linear)][-1]
     task = Task(images.shape, images.classes, reward, reward, FlowSDE(0.7), uniform_times(16), options.batch, 8)
     pretrain(net, images, task, stop_at=0.7, steps=400, batch=128, seed=0, eval_samples=200)  # type: ignore[arg-type]
     rows = []
@@ -264,11 +270,12 @@ def main() -> None:
             found = []
             with bar(f"{path} T={T}", count) as progress:
                 for batch in batches(net, dataclasses.replace(task, sigmas=uniform_times(T)), path, count):
-                    found.append(collect(net, net.net.last, loss_fn, batch))
+                    found.append(collect(net, last, loss_fn, batch))
                     progress.update()
             rows.append({"path": path, "T": T, "settings": measure(found, options.repeats, options.audit_every)})
     results = {
-        "command": "python -m bench.frontier" + (" --quick" if options.quick else ""),
+        "command": "python -m bench.frontier" + " --dit" * options.dit + " --quick" * options.quick,
+        "net": "DiT tiny" if options.dit else "MLP",
         "torch": torch.__version__,
         "batches": count,
         "batch": options.batch,

@@ -11,7 +11,6 @@ from torch import fx
 
 from .joint import Joint, body_of, call_region, fresh, getitems, item, results, view_chain
 
-
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 

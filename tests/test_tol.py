@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from jagg_fx.passes.verify import _outputs_are_apart, verify
 from torch import Tensor, nn
 
 import jagg_fx
 from jagg_fx import _torch
 from jagg_fx.control import Ratio, choose, joined, relative, spans, weights
-from jagg_fx.passes.verify import _outputs_are_apart, verify
 
 from .helpers import EAGER, check, run, wanted
 from .losses import MLP, Case, grid, grpo_case, linear, quadratic, simple_case
