@@ -212,8 +212,8 @@ def report(results: dict) -> str:
         "Cost: a forward 1, a backward 2, over that of exact. r: what predictions are multiplied with, at the end.",
         "The best other setting is chosen on the batches that it is judged on: endpoints, knots, both gates.",
     ]
-    table = "# Cost against error\n\n" + markdown(lines) + "\n\n" + say + "\n\n"
-    return table + "\n".join(f"* {n}" for n in notes) + "\n\n![frontier](frontier.png)\n\n`python -m bench.frontier`\n"
+    text = ["# Cost against error", "", markdown(lines), "", say, "", *(f"* {n}" for n in notes), ""]
+    return "\n".join([*text, "![frontier](frontier.png)", "", f"`{results['command']}`", ""])
 
 
 def draw(results: dict, path: Path) -> None:

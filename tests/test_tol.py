@@ -121,7 +121,7 @@ def choice(case: Case, W: int, limit: float) -> tuple[set[int], float]:
 # ------------------------------------------------------------------------------------------ the gradient
 
 
-@pytest.mark.parametrize("T", [9, 11, 19])
+@pytest.mark.parametrize("T", [9, *(pytest.param(T, marks=pytest.mark.thorough) for T in (11, 19))])
 def test_every_outcome_of_one_compiled_graph(T: int) -> None:
     case = simple_case(quadratic, T=T, noise=0.3)
     built: list[str] = []
@@ -178,7 +178,7 @@ def test_values_are_the_errors_of_the_last_layer() -> None:
     assert got == pytest.approx(want, rel=1e-5)  # a table of floats
 
 
-@pytest.mark.parametrize("W", [2, 4, 16])
+@pytest.mark.parametrize("W", [4, *(pytest.param(W, marks=pytest.mark.thorough) for W in (2, 16))])
 def test_W_is_the_widest_span(W: int) -> None:
     case = simple_case(quadratic, T=11, noise=0.1)
     step = made(case, WIDE, W=W)
@@ -215,7 +215,7 @@ def test_other_weights_and_orders(options: dict) -> None:
 
 def test_policy_gradients_through_every_entry() -> None:
     case = grpo_case(T=9)
-    for entry in ("grad_and_value", "backward", "func"):
+    for entry in ("backward", "func"):
         kept, _ = choice(case, 8, 0.2 / Ratio.FIRST)
         assert 2 < len(kept) < 9
         check(run(case, "params", entry, tol=0.2, audit_every=None), estimate(case, kept), 1e-10, 1e-12)
