@@ -207,8 +207,8 @@ def report(results: dict) -> str:
         f"best other setting in {cheap}. Where the error matters, say tol; where only the cost does, use knots."
     )
     notes = [
-        f"{results['net']} velocity on digits, {results['batches']} batches of {results['batch']} samples, error control "
-        f"on them {results['repeats']} times over with an audit every {results['audit_every']} steps.",
+        f"{results['net']} velocity on digits, {results['batches']} batches of {results['batch']} samples, error "
+        f"control on them {results['repeats']} times over with an audit every {results['audit_every']} steps.",
         "Cost: a forward 1, a backward 2, over that of exact. r: what predictions are multiplied with, at the end.",
         "The best other setting is chosen on the batches that it is judged on: endpoints, knots, both gates.",
     ]
