@@ -127,7 +127,7 @@ def _groups_are_apart(joint: Joint) -> str | None:
 
 def _choices_are_sound(joint: Joint) -> str | None:
     """With tol, the weights of every step sum to one over the steps that run, whatever was chosen; seen on samples."""
-    for group in joint.groups if joint.plan.tol is not None else ():
+    for group in [g for g in joint.groups if not g.exact] if joint.plan.tol is not None else ():
         inner = torch.linspace(0, 1, len(group.calls), dtype=torch.float64)[1:-1].square()
         tree = control.spans(group.nodes)
         for depth in range(4):  # merged, halved once, twice, down to single steps

@@ -538,3 +538,10 @@ def test_no_value_of_a_call_is_returned_twice() -> None:
     step(case.net, *case.args)
     assert "twice" in str(found["prune"])
     assert found["slim"] is None
+
+
+def test_explain_shows_the_fewest_backwards() -> None:
+    case = simple_case(quadratic, T=4)
+    report = jagg_fx.explain(case.loss("net"), case.net, *case.args, tol=0.1)
+    assert [s.backward_calls for s in report.sides] == [4, 2]
+    assert "predicted error would pass tol=0.1" in str(report)
