@@ -2,10 +2,10 @@
 
 `begin` and `end` bracket a velocity call in the captured forward graph. `call` and its derivative `cotangent`
 stand on both sides of the joint graph at each call's velocity, with the call's number and time. `gates` holds
-the place of the gates' values among the outputs. `checked` raises where weights cannot be used, `fresh` where a
-velocity that the caller handed in is not what the network returns. `unstack` and its
-derivative `restack` take apart what one call returned for many timesteps. `scaled` marks where a gradient that was
-computed with the loss meets the tangent.
+the place of the gates' values among the outputs, and brings the limit of error control in. `checked` raises where
+weights cannot be used, `fresh` where a velocity that the caller handed in is not what the network returns. `unstack`
+and its derivative `restack` take apart what one call returned for many timesteps. `scaled` marks where a gradient that
+was computed with the loss meets the tangent.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ call.register_autograd(_backward, setup_context=_setup)
 
 
 @_define("jagg_fx::gates", mutates_args=())
-def gates(v: Tensor, calls: int) -> Tensor:
-    return torch.full((4, calls), float("nan"), device=v.device)
+def gates(v: Tensor, calls: int, limit: Tensor | None) -> Tensor:
+    return torch.full((5, calls), float("nan"), device=v.device)
 
 
 @gates.register_fake
-def _(v: Tensor, calls: int) -> Tensor:
-    return torch.empty((4, calls), device=v.device)
+def _(v: Tensor, calls: int, limit: Tensor | None) -> Tensor:
+    return torch.empty((5, calls), device=v.device)
 
 
 @_define("jagg_fx::checked", mutates_args=())

@@ -214,7 +214,7 @@ def folded_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
     On CPUs torch has no batching rule for it, and would run and trace it once for each entry.
     """
-    functorch = torch._C._functorch
+    functorch: Any = torch._C._functorch
     level = functorch.maybe_current_level()
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     own = [x for x in tensors if functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == level]
@@ -224,7 +224,8 @@ def folded_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     values = [functorch._unwrap_batched(x, level) for x in tensors]
     many = next(v.shape[dim] for v, dim in values if dim is not None)
     stacked = [v.expand(many, *v.shape) if dim is None else v.movedim(dim, 0) for v, dim in values]
-    out = attention(*(x.flatten(0, 1) for x in stacked), *args[3:], **kwargs)
+    q, k, v = (x.flatten(0, 1) for x in stacked)
+    out = attention(q, k, v, *args[3:], **kwargs)
     return functorch._add_batch_dim(out.unflatten(0, (many, -1)), 0, level)
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from . import _torch
 from .backend import Backend, Done
+from .control import Ratio
 from .passes import Joint, prepare
 from .plan import Group, Plan
 from .stats import listed
@@ -42,26 +43,29 @@ class GroupAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """The estimated gradient against the exact one, as if every gate were open.
+    """The estimated gradient against the exact one, as if every gate were open; with tol, as the step chooses it.
 
     relative_error: |estimate - exact| / |exact| over all parameters; cosine between them. groups: the same per
-    group. parameters: name -> (relative error, share of the squared error), largest share first.
+    group. parameters: name -> (relative error, share of the squared error), largest share first. predicted: with tol,
+    the error that the choice predicted from the last layer (of several networks the largest); None without.
     """
 
     relative_error: float
     cosine: float
     groups: list[GroupAudit]
     parameters: dict[str, tuple[float, float]]
+    predicted: float | None = None
 
     def __str__(self) -> str:
+        what = "every gate open" if self.predicted is None else f"last layer: {self.predicted:.4g}"
         lines = [
-            f"relative error {self.relative_error:.4g}, cosine {self.cosine:.6f} (every gate open)",
+            f"relative error {self.relative_error:.4g}, cosine {self.cosine:.6f} ({what})",
             "",
             "  group  calls    error     cosine    |g|/|sum|  gate (smallest cosine)",
         ]
         for g in self.groups:
             state = {True: "open", False: "shut: this step was exact here", None: "no gate"}[g.open]
-            gate = f"{min(g.gate):.5f} {state}" if g.gate else "exact anyway"
+            gate = f"{min(g.gate):.5f} {state}" if g.gate else "" if g.relative_error else "exact"
             calls = listed(g.calls)
             lines.append(
                 f"  {g.number:5d}  {calls:7s}  {g.relative_error:8.2e}  {g.cosine:8.6f}  {g.share:9.1%}  {gate}"
@@ -94,10 +98,11 @@ class _Auditor(Backend):
 class Auditor:
     """Audits the batches of one loss: captured once, and again only where the step would be."""
 
-    def __init__(self, loss_fn: Callable, options: Any) -> None:
+    def __init__(self, loss_fn: Callable, options: Any, ratio: Ratio) -> None:
         from .transform import Step
 
         self._backend = _Auditor(options)
+        self._backend.ratio = ratio
         self._step = Step(loss_fn, options, self._backend)
 
     def __call__(self, args: tuple, kwargs: dict, step: int) -> Audit:
@@ -134,7 +139,8 @@ def _compared(args: tuple, result: tuple, gated: bool) -> Audit:
         )
         for k in sorted(squared, key=lambda k: -squared[k])
     }
-    return Audit(*_compare(guess, everything), groups, parameters)
+    predicted = [float(values[n]) for n in joint.predicted.values()]
+    return Audit(*_compare(guess, everything), groups, parameters, max(predicted, default=None))
 
 
 def _run(joint: Joint, args: Sequence[Tensor]) -> tuple[list[dict], list[dict], Joint, dict]:
@@ -149,7 +155,8 @@ def _run(joint: Joint, args: Sequence[Tensor]) -> tuple[list[dict], list[dict], 
         exact, estimate = [], []
         for group in joint.groups:
             exact.append(_gradients(joint, group, env, group.calls, {}))
-            estimate.append(_gradients(joint, group, env, group.kept, joint.merged) if not group.exact else exact[-1])
+            kept = [c for c in group.calls if (bool(env[joint.runs[c]]) if c in joint.runs else c in group.kept)]
+            estimate.append(_gradients(joint, group, env, kept, joint.merged) if not group.exact else exact[-1])
     return exact, estimate, joint, env
 
 

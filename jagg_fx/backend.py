@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from . import _ops, _torch
+from .control import Ratio
 from .errors import CaptureError, OptionError, RefusedError, warn
 from .marking import name_of
-from .options import Options, check, warn_of_unused
+from .options import WIDTH, Options, check, warn_of_unused
 from .options import known as check_names
 from .passes import Joint, batch, copied, deal, keep, known, outline, refuse, regions, repeats, rewrite, segments
+from .passes.joint import value
 from .plan import Plan
 from .stats import Stats
 
@@ -37,9 +39,10 @@ class Backend:
     def __init__(self, options: Options, watch: Callable | None = None, like: Backend | None = None) -> None:
         """like: a backend whose steps these are too; the velocities of all calls are then handed in (`given`)."""
         self.options = options
-        own = Stats(watch_spans=options.plan.estimator.name == "endpoints")
+        own = Stats(watch_spans=options.plan.estimator.name == "endpoints", plan=options.plan)
         self.stats: Stats = own if like is None else like.stats
         self.clock: Clock = Clock(options.seed) if like is None else like.clock
+        self.ratio: Ratio = Ratio() if like is None else like.ratio  # with tol: of true errors to predicted ones
         self.given = None if like is None else Given()
         self.tails: dict[int, Any] = {}
         self._watch = watch
@@ -90,17 +93,21 @@ class Backend:
                 return exact(*args)
 
             return run_exact
-        given = [] if self.given is None else known.add(gm)
+        velocities = [] if self.given is None else known.add(gm)
         dealt = deal.run(gm, plan)  # calls that change places have no input that is changed in place
         if plan.batched:
             batch.run(gm, plan)
         keep.run(gm)
-        drawn = [_torch.example_input(dealt.draws, inputs)] if dealt.draws else []
-        _add_stats(gm)
-        compiled = self._compile(gm, [*inputs, *given, *drawn], plan)
+        more: list[tuple[Tensor, Callable]] = []  # inputs of our own: an example, and what gives the value
+        if dealt.draws:
+            more.append((_torch.example_input(dealt.draws, inputs), self.clock.uniforms))
+        _add_stats(gm, plan.tol is not None)
+        if plan.tol is not None:
+            more.append((_torch.example_input((), inputs), self._limit))
+        compiled = self._compile(gm, [*inputs, *velocities, *(x for x, _ in more)], plan)
 
         def run(*args: Tensor) -> Any:
-            handed = self.given.like(given) if self.given is not None else []
+            handed = self.given.like(velocities) if self.given is not None else []
             while dealt.checks:  # once, on the first batch
                 if dealt.checks[-1](*args, *handed):
                     raise RefusedError(
@@ -110,12 +117,17 @@ class Backend:
                         "order='call' and estimator='endpoints'."
                     )
                 dealt.checks.pop()
-            *out, table = compiled(*args, *handed, *(self.clock.uniforms(x) for x in drawn))
-            self.stats.record(table)
+            *out, table = compiled(*args, *handed, *(make(x) for x, make in more))
+            self.stats.record(table, self.ratio.value)
             self.clock.tick()
             return tuple(out)
 
         return run
+
+    def _limit(self, like: Tensor) -> Tensor:
+        """The predicted error that this step may have, an input of the graph: nothing is compiled anew for it."""
+        assert self.options.plan.tol is not None
+        return torch.full((), self.ratio.limit(self.options.plan.tol), device=like.device)
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Plan) -> Callable:
         o, tails = self.options, self.tails
@@ -202,18 +214,22 @@ class Given:
         return [x.detach().to(e.device, e.dtype).contiguous() for x, e in zip(found, examples, strict=True)]
 
 
-def _add_stats(gm: fx.GraphModule) -> None:
-    """Hold a place among the outputs for a table of the gates' values, `passes/gate.py` fills it."""
+def _add_stats(gm: fx.GraphModule, limited: bool) -> None:
+    """Hold a place among the outputs for a table of the gates' values, `passes/gate.py` fills it.
+
+    limited: with a new input, the limit of error control, which `passes/control.py` finds there.
+    """
     output = gm.graph.output_node()
     marks = gm.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.call.default)
+    limit = deal.placeholder(gm.graph, "jagg_limit", (), value(marks[0])) if limited else None
     with gm.graph.inserting_before(output):
         detached = gm.graph.call_method("detach", (marks[-1].args[0],))
-        slot = gm.graph.call_function(torch.ops.jagg_fx.gates.default, (detached, len(marks)))
+        slot = gm.graph.call_function(torch.ops.jagg_fx.gates.default, (detached, len(marks), limit))
     output.args = ((*output.args[0], slot),)  # type: ignore[misc]
     gm.recompile()
 
 
-def backend(W: int = 4, **options: Any) -> Backend:
+def backend(W: int = WIDTH, **options: Any) -> Backend:
     """A backend for torch.compile that rewrites the gradient of the loss it is given.
 
     Use: `compiled = torch.compile(loss_fn, backend=jagg_fx.backend(W=4), fullgraph=True)`. Takes the options

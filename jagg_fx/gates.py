@@ -71,9 +71,22 @@ def discrepancy(
     gradient of the last layer's weight, g h^T for a linear layer: linear in h, so the estimator's error in it needs
     no backward. It stands for the error of the whole gradient. NaN or infinity in g or h gives NaN.
     """
-    whole = error = torch.zeros(())
+    error, whole = head_error(g, h, C, nodes, gradient), sum(gradient(gk, hk) for gk, hk in zip(g, h, strict=True))
+    assert isinstance(whole, Tensor)
+    scale = whole.abs().max()  # squares of small gradients are 0 in fp32; where all is 0, NaN shuts the gate
+    return (error / scale).square().sum().sqrt() / (whole / scale).square().sum().sqrt()
+
+
+def head_error(
+    g: Sequence[Tensor],
+    h: Sequence[Tensor],
+    C: Sequence[Sequence[Weight]],
+    nodes: Sequence[int],
+    gradient: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """sum_k W'(g_k, h_k - h_hat_k), as in `discrepancy`: exact less estimate, in the last layer's weight."""
+    error = torch.zeros(())
     for k, (gk, hk) in enumerate(zip(g, h, strict=True)):
-        whole = whole + gradient(gk, hk)
         if k in nodes:
             continue
         rest = hk.double() if hk.dtype == torch.float64 else hk.float()
@@ -83,8 +96,7 @@ def discrepancy(
                 weight = weight.to(rest.dtype)
             rest = rest - weight * h[j].to(rest.dtype)
         error = error + gradient(gk, rest)
-    tiny = torch.finfo(whole.dtype).tiny
-    return error.square().sum().sqrt() / (whole.square().sum().sqrt() + tiny)
+    return error
 
 
 def is_open(gate: str, cos: Sequence[Tensor], tau: float) -> Tensor:

@@ -12,14 +12,23 @@ from typing import Any
 from torch import nn
 
 from .errors import OptionError, warn
-from .estimators import Estimator, resolve
+from .estimators import Estimator, Knots, resolve
 from .gates import GATES
 from .plan import Plan
 
 COMPILERS = ("inductor", "eager")
 WEIGHTS = ("time", "index")
 TAU = {"cosine": 0.995, "head": 0.1}  # a smallest cosine; a largest relative error
-_OWN = object()  # tau is not given: the gate's own
+_OWN: Any = object()  # not given: tau is the gate's own, audits are those of tol
+AUDIT_EVERY = 100  # with tol
+
+
+class Unsaid(int):
+    """A default that can be told from the same number said by a user."""
+
+
+WIDTH = Unsaid(4)
+TOL_WIDTH = 8
 ORDERS = ("call", "time")
 ACTIVATIONS = ("keep", "group", "recompute")
 
@@ -69,7 +78,7 @@ def warn_of_unused(given: dict[str, Any], chosen: Options) -> None:
 
 
 def check(
-    W: Any = 4,
+    W: Any = WIDTH,
     *,
     estimator: Any = "endpoints",
     tau: Any = _OWN,
@@ -84,12 +93,15 @@ def check(
     dynamic: Any = False,
     order: Any = "call",
     lane: Any = None,
-    audit_every: Any = None,
+    audit_every: Any = _OWN,
     seed: Any = 0,
     activations: Any = "keep",
     batched: Any = False,
+    tol: Any = None,
 ) -> Options:
     """Options from keyword arguments. Raises OptionError (a ValueError) for a value that cannot be taken."""
+    if tol is not None:
+        W, estimator, gate = _controlled(tol, W, estimator, gate, tau)
     if isinstance(W, bool) or not isinstance(W, int):
         raise OptionError(f"W must be an int, the number of steps per group; found {W!r}. Use W=4, say.")
     if W < 1:
@@ -113,6 +125,8 @@ def check(
         )
     if lane is not None:
         lane = _lane(lane)
+    if audit_every is _OWN:
+        audit_every = None if tol is None else AUDIT_EVERY
     if audit_every is not None and (
         isinstance(audit_every, bool) or not isinstance(audit_every, int) or audit_every < 1
     ):
@@ -138,8 +152,24 @@ def check(
             f"batched=True runs the nodes of all groups as one call, activations={activations!r} one after the other. "
             "Choose one: batched=False, or activations='keep'."
         )
+    if tol is not None and (batched or activations != "keep"):
+        raise OptionError(
+            "tol= looks at all forwards before it chooses which backwards to run, so their activations are kept, and "
+            "each backward is its own. Leave batched= and activations= out, or tol=."
+        )
     return Options(
-        Plan(W, chosen, gate, float(tau), weights, order, lane, activations, batched),
+        Plan(
+            int(W),
+            chosen,
+            gate,
+            float(tau),
+            weights,
+            order,
+            lane,
+            activations,
+            batched,
+            None if tol is None else float(tol),
+        ),
         velocities,
         time,
         has_aux,
@@ -150,6 +180,25 @@ def check(
         audit_every,
         seed,
     )
+
+
+def _controlled(tol: Any, W: Any, estimator: Any, gate: Any, tau: Any) -> tuple[Any, Estimator, str]:
+    """W, estimator and gate of error control: knots at most W steps apart, and between them as many as are needed."""
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)) or not 0 < tol < 1:
+        raise OptionError(
+            "tol must be a number between 0 and 1, the relative error of a step's gradient to stay below; found "
+            f"{tol!r}."
+        )
+    default = inspect.signature(check).parameters
+    for name, found in (("estimator", estimator), ("gate", gate), ("tau", tau)):
+        if found is not default[name].default and found != default[name].default:
+            raise OptionError(
+                f"tol={tol} chooses which steps keep their backward by itself, so {name}={found!r} has no meaning "
+                "beside it. Leave one of the two out."
+            )
+    W = TOL_WIDTH if isinstance(W, Unsaid) else W
+    fits = isinstance(W, int) and not isinstance(W, bool) and W >= 1
+    return W, Knots(W) if fits else Knots(), "head"  # W is checked where all are
 
 
 def _lane(lane: Any) -> int | tuple[int, ...]:

@@ -58,6 +58,7 @@ class Plan:
     lane: int | tuple[int, ...] | None = None
     activations: str = "keep"
     batched: bool = False
+    tol: float | None = None  # error control: the estimator's nodes are those that always keep their backward
 
     def key(self) -> str:
         """Everything of the plan that changes a graph, as text: part of the compile cache's key."""

@@ -15,7 +15,7 @@ from . import _torch
 from .backend import Backend, Done
 from .errors import CaptureError
 from .estimators import Exact, index_lambdas, lambdas
-from .options import check, known
+from .options import WIDTH, check, known
 from .passes import Joint, copied, rewrite, subgraph, view_chain
 from .plan import Call, Group, Plan
 from .transform import Step
@@ -72,7 +72,9 @@ class Report:
 
     def __str__(self) -> str:
         p, (a, b) = self.plan, self.sides
-        gate = "no gate" if p.gate is None else f"gate {p.gate} >= {p.tau:g}"
+        gate = "no gate" if p.gate is None else f"gate {p.gate} {'<=' if p.gate == 'head' else '>='} {p.tau:g}"
+        if p.tol is not None:
+            gate = f"more of them where the predicted error would pass tol={p.tol:g}"
         lines = [
             f"{self.name}: {len(self.sites)} velocity calls of {', '.join(sorted({c.site for c in self.sites}))}",
             f"  first at {self.sites[0].where}",
@@ -95,7 +97,11 @@ class Report:
         cost = f"  cost (forward 1, backward 2){3.0:10.2f} {3 / self.speed_bound:10.2f}"
         lines.append(f"{cost}   at most {self.speed_bound:.2f}x faster")
         if any(g.pruned for g in self.groups) and p.gate is not None:
-            lines.append("  (an open gate runs the backward calls above; a shut one runs the exact ones)")
+            lines.append(
+                "  (an open gate runs the backward calls above; a shut one runs the exact ones)"
+                if p.tol is None
+                else "  (the fewest backward calls that a step can run; it runs up to all of them)"
+            )
         return "\n".join(lines)
 
     def _role(self, call: Call, group: Group) -> str:
@@ -147,7 +153,7 @@ class _Inspector(Backend):
         return run
 
 
-def explain(loss_fn: Callable, *example_args: Any, W: int = 4, **options: Any) -> Report:
+def explain(loss_fn: Callable, *example_args: Any, W: int = WIDTH, **options: Any) -> Report:
     """What `transform(loss_fn, W, **options)` will do to this loss: calls, groups, weights, graphs, memory.
 
     Captures and rewrites the graph on the example arguments; nothing is run or compiled. Takes the options of

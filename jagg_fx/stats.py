@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .control import spans
 from .errors import warn
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,31 @@ class GroupStats:
     span: float
 
 
+@dataclass(frozen=True)
+class Choice:
+    """With tol, what was chosen for one region between two steps that always keep their backward, and why.
+
+    calls: of the region, its ends included. runs: those whose backward ran. merged: the pieces between them that
+    were merged, as (first call, last call, predicted error). rejected: the pieces that were too wide, in the same
+    form. Errors are relative to the gradient of the step, of the last layer's weight.
+    """
+
+    calls: tuple[int, ...]
+    runs: tuple[int, ...]
+    merged: tuple[tuple[int, int, float], ...]
+    rejected: tuple[tuple[int, int, float], ...]
+
+    def __str__(self) -> str:
+        pieces = ", ".join(f"{a}-{b} as one ({error:.2g})" for a, b, error in self.merged) or "every step"
+        why = f"; too wide: {', '.join(f'{a}-{b} ({error:.2g})' for a, b, error in self.rejected)}"
+        return f"calls {listed(self.calls)}: {pieces}{why if self.rejected else ''}"
+
+
 class Stats:
     """The last step, group by group, and the audits so far. Groups that are exact anyway are not listed.
+
+    With tol: `choices`, region by region; `predicted`, the predicted error of the last layer's gradient; `ratio`, what
+    it was multiplied with for that of the whole gradient; `share`, of the backwards that ran.
 
     audits: (step, Audit) of every step that `audit_every` has audited, the last 1000 of them.
     """
@@ -37,19 +63,23 @@ class Stats:
     _FIRST_LOOKS = (2, 4)
     WIDE = 0.35  # of the way from noise to data: from there on the error of endpoints shows in training
 
-    def __init__(self, watch_spans: bool = True) -> None:
+    def __init__(self, watch_spans: bool = True, plan: Plan | None = None) -> None:
         self._watch_spans = watch_spans  # for endpoints; other estimators are made for wide groups
+        self._plan = plan or Plan()
+        self.ratio = math.nan
         self.audits: deque[tuple[int, Any]] = deque(maxlen=1000)
         self._table: Tensor | None = None
         self._steps = 0
         self._mostly_shut = 0
 
-    def record(self, table: Tensor) -> None:
-        self._table = table.detach()
+    def record(self, table: Tensor, ratio: float = math.nan) -> None:
+        self._table, self.ratio = table.detach(), ratio
         self._steps += 1
         if self._steps == 1 and self._watch_spans:
             self._warn_if_wide()
-        if (self._steps in self._FIRST_LOOKS or self._steps % self._CHECK_EVERY == 0) and self._mostly_shut < 2:
+        if self._plan.tol is not None:
+            self._warn_if_tight()
+        elif (self._steps in self._FIRST_LOOKS or self._steps % self._CHECK_EVERY == 0) and self._mostly_shut < 2:
             self._mostly_shut = self._mostly_shut + 1 if self.fallback_share >= 0.9 else 0
             if self._mostly_shut == 2:
                 warn(
@@ -58,6 +88,14 @@ class Stats:
                     "trajectories the states are not on a line, and the cosine shuts although the gradient may agree "
                     "well: see step.audit(...) for the true error, then use gate=None, a lower tau, or a smaller W.",
                 )
+
+    def _warn_if_tight(self) -> None:
+        if self._steps in self._FIRST_LOOKS and self.share > 0.95:
+            warn(
+                f"{self.share:.0%} of the backwards ran at step {self._steps}: tol={self._plan.tol:g} asks for nearly "
+                "the exact gradient of this loss, and nothing is saved. See print(step.stats); use a larger tol, or "
+                "none."
+            )
 
     def _warn_if_wide(self) -> None:
         groups = self.groups
@@ -78,11 +116,13 @@ class Stats:
     def groups(self) -> list[GroupStats]:
         if self._table is None:
             return []
-        cosine, number, is_open, time = self._table.cpu().tolist()
+        cosine, number, is_open, time, _ = self._table.cpu().tolist()
         members: dict[int, list[int]] = {}
         for call, n in enumerate(number):
             if not math.isnan(n):
                 members.setdefault(int(n), []).append(call)
+        if self._plan.tol is not None:  # not one decision a group
+            is_open = [math.nan] * len(is_open)
         return [
             GroupStats(
                 n,
@@ -95,6 +135,41 @@ class Stats:
         ]
 
     @property
+    def choices(self) -> list[Choice]:
+        if self._table is None or self._plan.tol is None:
+            return []
+        value, _, ran, *_ = self._table.cpu().tolist()
+        found = []
+        for group in self.groups:
+            calls, nodes = group.calls, self._plan.estimator.nodes(len(group.calls))
+            tree = spans(nodes)
+            for a, b in itertools.pairwise(nodes):
+                own = [s for s in tree if a <= s.a and s.b <= b]
+                halved = [s for s in own if ran[calls[s.middle]]]
+                tops = [s for s in own if s not in halved and (s.parent is None or tree[s.parent] in halved)]
+                inner = {calls[s.middle] for s in halved}
+                found.append(
+                    Choice(
+                        calls[a : b + 1],
+                        tuple(sorted({calls[a], calls[b]} | inner)),
+                        *(tuple((calls[s.a], calls[s.b], value[calls[s.middle]]) for s in x) for x in (tops, halved)),
+                    )
+                )
+        return found
+
+    @property
+    def predicted(self) -> float:
+        """Of several networks, the largest. NaN without tol."""
+        found = [] if self._table is None else [x for x in self._table[4].cpu().tolist() if not math.isnan(x)]
+        return max(found, default=math.nan)
+
+    @property
+    def share(self) -> float:
+        """With tol: the share of backwards that ran, among the calls of approximated groups."""
+        ran = {c for choice in self.choices for c in choice.runs}
+        return len(ran) / max(1, sum(len(g.calls) for g in self.groups))
+
+    @property
     def fallback_share(self) -> float:
         """Share of the gated groups whose gate was shut, so that they took the exact backward."""
         gated = [g for g in self.groups if g.open is not None]
@@ -104,16 +179,28 @@ class Stats:
         groups = self.groups
         if not groups:
             return "Stats(no approximated group in the last step)"
+        if self._plan.tol is not None:
+            return "\n".join([self._controlled(), *(f"  {c}" for c in self.choices), *self._audited()])
         lines = [f"Stats: {len(groups)} approximated groups, {self.fallback_share:.0%} fell back to exact"]
         for g in groups:
             cos = ", cosine " + ", ".join(f"{c:.5f}" for c in g.cosines.values()) if g.cosines else ""
             state = {True: "open, merged", False: "shut, exact", None: "no gate"}[g.open]
             lines.append(f"  group {g.number}: calls {listed(g.calls)}, span {g.span:.3g}{cos}: {state}")
-        for step, audit in list(self.audits)[-3:]:
-            lines.append(
-                f"  audit of step {step}: relative error {audit.relative_error:.3g}, cosine {audit.cosine:.5f}"
-            )
-        return "\n".join(lines)
+        return "\n".join(lines + self._audited())
+
+    def _controlled(self) -> str:
+        predicted, tol = self.predicted, self._plan.tol
+        assert tol is not None
+        return (
+            f"Stats: {self.share:.0%} of the backwards ran; predicted error {predicted * self.ratio:.3g} of "
+            f"tol={tol:g} (last layer {predicted:.3g} of {tol / self.ratio:.3g}, times {self.ratio:.3g})"
+        )
+
+    def _audited(self) -> list[str]:
+        return [
+            f"  audit of step {step}: relative error {audit.relative_error:.3g}, cosine {audit.cosine:.5f}"
+            for step, audit in list(self.audits)[-3:]
+        ]
 
 
 def listed(calls: Sequence[int]) -> str:

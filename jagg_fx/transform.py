@@ -21,13 +21,13 @@ from .errors import CaptureError, JaggError, OptionError, RefusedError, warn
 from .estimators import Memory
 from .marking import installed, marking_call, places
 from .memory import BiasMemory, Remembered
-from .options import Options, check, known, warn_of_unused
+from .options import WIDTH, Options, check, known, warn_of_unused
 from .stats import Stats
 
 __all__ = ["Step", "transform"]
 
 
-def transform(loss_fn: Callable, W: int = 4, **options: Any) -> Step:
+def transform(loss_fn: Callable, W: int = WIDTH, **options: Any) -> Step:
     """A step that computes the loss as it is, and its gradient with two backwards per group of W timesteps.
 
     loss_fn(params, *args), with a pytree of tensors that it hands to torch.func.functional_call, or
@@ -40,6 +40,8 @@ def transform(loss_fn: Callable, W: int = 4, **options: Any) -> Step:
                  an object of `jagg_fx.estimators`, or one of your own with nodes(n) and weights(lam).
       gate, tau  "cosine": the smallest cosine of a group must reach tau; "cosine-mean": the mean must; None:
                  no gate and no branch in the graph.
+      tol        a number in (0, 1): error control. Runs as many backwards as keep the predicted relative error of
+                 the step's gradient below tol, from every W-th (8) to all. In place of estimator, gate and tau.
       weights    "time": lambda from the times, in any unit; "index": j / (W - 1).
       order      "call": timesteps in the order of the calls; "time": in the order of falling time, by row.
       lane       calls per timestep, taken in turn, or a list with the lane of every call; by default calls at
@@ -174,14 +176,17 @@ class Step:
 
     def _audit(self, args: tuple, kwargs: dict, step: int, noise: Any) -> Audit:
         if self._auditor is None:
-            self._auditor = Auditor(self.loss_fn, self.options)
+            self._auditor = Auditor(self.loss_fn, self.options, self.backend.ratio)
         with _torch.replayed(noise):
             return self._auditor(args, kwargs, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count, from which random steps are drawn, and the memory of estimator="memory", if it has one."""
+        """The step count, from which random steps are drawn; the memory of estimator="memory"; what tol measured."""
         memory = None if self.memory is None else self.memory.state_dict()
-        return {"step": self.backend.clock.step, "memory": memory, "reached": self._reached}
+        state: dict[str, Any] = {"step": self.backend.clock.step, "memory": memory, "reached": self._reached}
+        if self.options.plan.tol is not None:
+            state["ratios"] = list(self.backend.ratio.measured)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`. Raises OptionError for another object, or for a memory that this step has not."""
@@ -195,6 +200,8 @@ class Step:
                 "the other was not. Load it into a step with the same estimator."
             )
         self.backend.clock.step = state["step"]
+        if "ratios" in state:
+            self.backend.ratio.measured.extend(state["ratios"])
         if self.memory is not None:
             self.memory.load_state_dict(state["memory"])
             self._reached = state["reached"]
@@ -214,8 +221,11 @@ class Step:
         out = self._once(args, kwargs)
         if self.backend.clock.step == before:  # no gradient
             return out
-        if every is not None and before % every == 0:
-            self.stats.audits.append((before, self._audit(args, kwargs, before, noise)))
+        if every is not None and _due(before, every, self.options.plan.tol is not None):
+            audit = self._audit(args, kwargs, before, noise)
+            self.stats.audits.append((before, audit))
+            if audit.predicted is not None:
+                self.backend.ratio.update(audit.relative_error, audit.predicted)
         if self.memory is None:
             return out
         return self._remembered(out, before, args, kwargs, noise)
@@ -230,8 +240,8 @@ class Step:
             )
         if self.options.plan.gate == "head":
             raise OptionError(
-                "velocities= leaves out the forwards between a group's nodes, and gate='head' needs the last layer's "
-                "input in each of them. Use gate=None or 'cosine', or leave velocities= out."
+                "velocities= leaves out the forwards between a group's nodes; gate='head' and tol= need the last "
+                "layer's input in each of them. Use gate=None or 'cosine', or leave velocities= out."
             )
         if self._with_given is None:
             backend = Backend(self.options, like=self.backend)
@@ -313,6 +323,11 @@ class Step:
             return
         self._velocities = discover(self.loss_fn, args, kwargs, self.options.time)
         self._looked_for = {modules}
+
+
+def _due(step: int, every: int, early: bool) -> bool:
+    """Whether a step is audited. early: the first ones too, at 0, 1, 2, 4, 8, ..., so that little rests on a guess."""
+    return step % every == 0 or (early and step & (step - 1) == 0)
 
 
 def _own_code(loss_fn: Callable, has_aux: bool) -> Callable:

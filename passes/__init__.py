@@ -12,7 +12,7 @@ from torch import fx
 
 from jagg_fx.plan import Plan
 
-from . import again, batch, branch, find, gate, group, isolate, known, merge, prune, settle, slim, whole
+from . import again, batch, branch, control, find, gate, group, isolate, known, merge, prune, settle, slim, whole
 from .joint import Joint, copied, is_call, subgraph, view_chain
 from .verify import verify
 
@@ -20,6 +20,7 @@ PASSES = (
     find.run,  # the velocity calls, their times, their cotangents
     group.run,  # W consecutive timesteps each; lambda from the times
     gate.run,  # may this group be approximated?
+    control.run,  # with tol: which steps keep their backward?
     merge.run,  # its cotangents, summed into the two endpoints
     isolate.run,  # for a part of a gradient: without what did not come through the groups
     branch.run,  # gated groups: both ways behind the gate
@@ -49,7 +50,7 @@ def rewrite(gm: fx.GraphModule, plan: Plan, watch=None, tails=None) -> Joint | N
 def prepare(gm: fx.GraphModule, plan: Plan, tails=None) -> Joint:
     """Only the passes that add: exact backwards stay, merged cotangents stand beside them (for the audit)."""
     joint = Joint(gm, plan, tails=tails or {})
-    _apply(joint, PASSES[:4])
+    _apply(joint, PASSES[: PASSES.index(merge.run) + 1])
     gm.recompile()
     return joint
 

@@ -3,6 +3,9 @@
 Assumes: gates and merged cotangents. Leaves: one region call per gated group in place of its backward calls,
 with a torch.cond inside. The shut branch computes the forward of a pruned timestep again, so that nothing of
 it is kept for a branch that seldom runs. All groups of one size share one region.
+
+With tol, every call that may be skipped gets a region of its own: its backward, or zeros. Which of them run is known
+only when the step runs, so what their forwards saved is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from torch import fx
 from jagg_fx import _torch
 from jagg_fx.plan import Group
 
-from .joint import Joint, Site, body_of, call_region, fresh, getitems, insert, is_call, item, sort
+from .joint import Joint, Site, body_of, call_region, fresh, getitems, insert, is_call, item, results, sort
+from .merge import in_memory
 from .prune import remove, vanish
 
 
@@ -25,6 +29,13 @@ def run(joint: Joint) -> None:
     for group in joint.groups:
         if group.number in joint.opens:
             _branch(joint, group, made)
+    if joint.plan.tol is not None:
+        for call, merged in joint.merged.items():
+            if call in joint.runs:
+                _skip(joint, joint.sites[call], made)
+                continue
+            for position, node in merged.items():
+                joint.sites[call].backward.update_arg(position, node)
     sort(joint.graph)
 
 
@@ -76,6 +87,48 @@ def _branch(joint: Joint, group: Group, made: dict[tuple, str]) -> None:
         site.backward = None
 
 
+def _skip(joint: Joint, site: Site, made: dict[tuple, str]) -> None:
+    """Put one backward behind its flag; skipped, its gradients are zero."""
+    wanted = sorted(getitems(site.backward))
+    operands, runs = _Operands(), joint.runs[site.call.index]
+    recipe = _recipe(site, operands, joint.merged[site.call.index])
+    key = (repr(recipe), tuple(wanted), len(operands.nodes))
+    if key not in made:
+        made[key] = fresh(joint.gm, "jagg_step")
+        root = torch.nn.Module()
+        root.runs = _backwards(joint, operands.nodes, [recipe], wanted)
+        root.skipped = _zeros(operands.nodes, results(root.runs.graph))  # type: ignore[arg-type]
+        joint.gm.register_module(made[key], _choice(root, ("runs", "skipped"), operands.nodes, runs))
+    with joint.graph.inserting_before(site.backward):
+        node = call_region(joint.graph, getattr(joint.gm, made[key]), made[key], [runs, *operands.nodes])
+        for o, index in enumerate(wanted):
+            gradient = item(joint.graph, node, o)
+            for old in getitems(site.backward)[index]:
+                old.replace_all_uses_with(gradient)
+                joint.graph.erase_node(old)
+    joint.graph.erase_node(site.backward)
+    site.backward = None
+
+
+def _zeros(nodes: Sequence[fx.Node], likes: Sequence[fx.Node]) -> fx.GraphModule:
+    """A branch that computes nothing: zeros with the shapes and strides of these values."""
+    graph = fx.Graph()
+    for i, n in enumerate(nodes):
+        _placeholder(graph, f"x{i}", n)
+    zeros = []
+    for v in (n.meta["val"] for n in likes):
+        order = in_memory(v)
+        options = {"dtype": v.dtype, "device": v.device}
+        full = graph.call_function(torch.ops.aten.full.default, ([v.shape[d] for d in order], 0.0), options)
+        full.meta["val"] = v.permute(order)
+        zeros.append(
+            graph.call_function(torch.ops.aten.permute.default, (full, [order.index(d) for d in range(v.ndim)]))
+        )
+        zeros[-1].meta["val"] = v
+    graph.output(tuple(zeros))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
 def _recipe(site: Site, operands: _Operands, merged: dict[int, fx.Node] | None) -> tuple:
     """How to run one backward inside a branch, as plain data.
 
@@ -106,13 +159,17 @@ def _group_body(
     root = torch.nn.Module()
     root.merged = _backwards(joint, nodes, merged, wanted)
     root.exact = _backwards(joint, nodes, exact, wanted)
+    return _choice(root, ("merged", "exact"), nodes, gate)
+
+
+def _choice(root: torch.nn.Module, names: tuple[str, str], nodes: Sequence[fx.Node], flag: fx.Node) -> fx.GraphModule:
+    """A body that runs one of two branches of root, on these nodes: the first where the flag is true."""
     graph = fx.Graph()
-    is_open = _placeholder(graph, "is_open", gate)
+    first = _placeholder(graph, "is_open", flag)
     inputs = tuple(_placeholder(graph, f"x{i}", n) for i, n in enumerate(nodes))
-    branches = (graph.get_attr("merged"), graph.get_attr("exact"))
-    choice = graph.call_function(_torch.cond, (is_open, *branches, inputs))
-    choice.meta["val"] = tuple(n.meta["val"] for n in root.merged.graph.output_node().args[0])  # type: ignore[union-attr]
-    graph.output(tuple(item(graph, choice, i) for i in range(len(wanted))))
+    choice = graph.call_function(_torch.cond, (first, *map(graph.get_attr, names), inputs))
+    choice.meta["val"] = tuple(n.meta["val"] for n in results(getattr(root, names[0]).graph))
+    graph.output(tuple(item(graph, choice, i) for i in range(len(choice.meta["val"]))))
     return fx.GraphModule(root, graph)
 
 

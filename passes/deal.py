@@ -65,7 +65,7 @@ def run(gm: fx.GraphModule, plan: Plan) -> Dealt:
     if total:
         rows = [value(lane[0]).shape[0] for own, (lane, _) in zip(by_row, dealt, strict=True) if own]
         found.draws = (total, max(rows, default=1))
-        uniforms = _placeholder(graph, found.draws, value(captured.marks[0]))
+        uniforms = placeholder(graph, "jagg_uniforms", found.draws, value(captured.marks[0]))
         u = insert(graph, lambda x: list(x.unbind(0)), [uniforms], "uniform")
     made: list[fx.Node] = []
     for i, (lane, n) in enumerate(dealt):
@@ -190,10 +190,11 @@ def _other_outputs(lane: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return [[found[m] for m in lane] for found in by_position.values()]
 
 
-def _placeholder(graph: fx.Graph, shape: tuple[int, ...], like: Tensor) -> fx.Node:
+def placeholder(graph: fx.Graph, name: str, shape: tuple[int, ...], like: Tensor) -> fx.Node:
+    """A new input after the others, of fp32, that no value of the user's stands behind."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        node = graph.placeholder("jagg_uniforms")
+        node = graph.placeholder(name)
     _torch.without_source(node)
     node.meta["example_value"] = _torch.example_input(shape, [like])
     return node

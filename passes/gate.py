@@ -2,12 +2,13 @@
 
 Assumes: groups formed. Leaves: with a gate, one boolean node per approximated group in `joint.opens`, and the
 gates' values where the step reads them; without a gate, positions that raise when they cannot be used. Equal
-end times and steps out of order shut the gate: such a group goes exact.
+end times and steps out of order shut the gate: such a group goes exact. With tol, `control.py` decides instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +22,8 @@ from .unit import at_unit_tangent
 
 
 def run(joint: Joint) -> None:
+    if joint.plan.tol is not None:
+        return
     cosines: dict[int, fx.Node] = {}
     for group in joint.groups:
         if group.exact:
@@ -37,12 +40,14 @@ def run(joint: Joint) -> None:
             good = (
                 gates.is_open(joint.plan.gate, tensors[:n], joint.plan.tau) if n else torch.ones((), dtype=torch.bool)
             )
-            order = joint.plan.estimator.usable(_fill(lam, tensors[n:]))
+            order = joint.plan.estimator.usable(fill(lam, tensors[n:]))
             return good if order is None else good & order
 
         (joint.opens[group.number],) = insert(joint.graph, decide, [*cos, *nodes], "open")
     joint.cosines = cosines
-    _publish(joint, cosines)
+    publish(
+        joint, cosines, {c: joint.opens[g.number] for g in joint.groups for c in g.calls if g.number in joint.opens}
+    )
     sort(joint.graph)
 
 
@@ -52,7 +57,7 @@ def _cosines(joint: Joint, group: Group, lam: list, nodes: list[fx.Node]) -> lis
 
     def cosine(*tensors: Tensor) -> list[Tensor]:
         n = len(velocities)
-        C = joint.plan.estimator.weights(_fill(lam, tensors[n:]), joint.plan.estimator.slots(n))
+        C = joint.plan.estimator.weights(fill(lam, tensors[n:]), joint.plan.estimator.slots(n))
         return gates.cosines(tensors[:n], C, group.nodes)
 
     return insert(joint.graph, cosine, [*velocities, *nodes], "cosine")
@@ -60,27 +65,43 @@ def _cosines(joint: Joint, group: Group, lam: list, nodes: list[fx.Node]) -> lis
 
 def _discrepancy(joint: Joint, group: Group, lam: list, nodes: list[fx.Node]) -> list[fx.Node]:
     """The head discrepancy of the group, once for each pruned call."""
-    sites = [joint.sites[c] for c in group.calls]
-    tail = joint.tails[group.calls[0]]
-    operands = [sites[0].operands[i] for i in tail.operands]
-    cotangents = at_unit_tangent(joint, [s.own_cotangents()[0] for s in sites])
-    hidden = [s.hidden for s in sites]
-    rows = value(sites[0].velocity).shape[0]
-    by_row = any(value(x).numel() > 1 for x in nodes)
-    if by_row and value(hidden[0]).shape[0] != rows:  # type: ignore[arg-type]
-        raise RefusedError(
-            "gate='head' with times per row needs a last layer whose input has a row for each row of the batch; that "
-            f"of {sites[0].call.where} has shape {tuple(value(hidden[0]).shape)}. Use gate='cosine', or one time."  # type: ignore[arg-type]
-        )
+    head = head_of(joint, group)
 
     def discrepancy(*tensors: Tensor) -> Tensor:
-        n, m = len(sites), len(operands)
+        n, m = len(head.hidden), len(head.operands)
         g, h, w, rest = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 2 * n + m], tensors[2 * n + m :]
-        C = joint.plan.estimator.weights(_fill(lam, rest), joint.plan.estimator.slots(n))
-        return gates.discrepancy(g, h, C, group.nodes, lambda g, h: weight_gradient(tail.graph, g, h, w))
+        C = joint.plan.estimator.weights(fill(lam, rest), joint.plan.estimator.slots(n))
+        return gates.discrepancy(g, h, C, group.nodes, lambda g, h: weight_gradient(head.tail, g, h, w))
 
-    (found,) = insert(joint.graph, discrepancy, [*cotangents, *hidden, *operands, *nodes], "head")  # type: ignore[list-item]
+    (found,) = insert(joint.graph, discrepancy, [*head.cotangents, *head.hidden, *head.operands, *nodes], "head")
     return [found for _ in group.pruned]
+
+
+@dataclass
+class HeadNodes:
+    """What the error of a group's last layer is made from: by call, cotangents at the tangent 1 and the layer's inputs;
+    its weight and whatever else it takes; the layer itself, tail(h, W, ...)."""
+
+    cotangents: list[fx.Node]
+    hidden: list[fx.Node]
+    operands: list[fx.Node]
+    tail: fx.GraphModule
+
+
+def head_of(joint: Joint, group: Group) -> HeadNodes:
+    sites = [joint.sites[c] for c in group.calls]
+    tail = joint.tails[group.calls[0]]
+    hidden = [s.hidden for s in sites if s.hidden is not None]
+    times = [x for x in joint.positions[group.number] if isinstance(x, fx.Node)]
+    by_row = any(value(x).numel() > 1 for x in times)
+    if by_row and value(hidden[0]).shape[0] != value(sites[0].velocity).shape[0]:
+        raise RefusedError(
+            "The error of the last layer (gate='head' or tol=), with times per row, needs a last layer whose input has "
+            f"a row for each row of the batch; that of {sites[0].call.where} has shape "
+            f"{tuple(value(hidden[0]).shape)}. Use gate='cosine', or one time."
+        )
+    cotangents = at_unit_tangent(joint, [s.own_cotangents()[0] for s in sites])
+    return HeadNodes(cotangents, hidden, [sites[0].operands[i] for i in tail.operands], tail.graph)
 
 
 def weight_gradient(tail: fx.GraphModule, g: Tensor, h: Tensor, operands: Sequence[Tensor]) -> Tensor:
@@ -91,7 +112,7 @@ def weight_gradient(tail: fx.GraphModule, g: Tensor, h: Tensor, operands: Sequen
     return pull(g.to(kind))[0]
 
 
-def _fill(lam: list, tensors: tuple) -> list:
+def fill(lam: list, tensors: tuple) -> list:
     """The positions with their nodes replaced by the tensors that a trace gives for them."""
     rest = iter(tensors)
     return [next(rest) if isinstance(x, fx.Node) else x for x in lam]
@@ -109,38 +130,40 @@ def _check_positions(joint: Joint, group) -> None:
     nodes = [x for x in lam if isinstance(x, fx.Node)]
 
     def check(*tensors):
-        good = joint.plan.estimator.usable(_fill(lam, tensors))
+        good = joint.plan.estimator.usable(fill(lam, tensors))
         return list(tensors) if good is None else [torch.ops.jagg_fx.checked(t, good, what) for t in tensors]
 
     checked = iter(insert(joint.graph, check, nodes, "checked") if nodes else ())
     joint.positions[group.number] = [next(checked) if isinstance(x, fx.Node) else x for x in lam]
 
 
-def _publish(joint: Joint, cosines: dict[int, fx.Node]) -> None:
-    """Put the gates' values into the output that the step reads: per call its cosine, group, decision, time."""
+def publish(joint: Joint, values: Mapping[int, fx.Node], decisions: Mapping[int, fx.Node]) -> None:
+    """Put the gates' values into the output that the step reads.
+
+    A table of five rows, one column a call: its value (inf: none), its group, its decision, its time, and the
+    predicted error of its group (NaN where there is none).
+    """
     slots = joint.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.gates.default)
     for slot in slots:
         calls = slot.args[1]
         group_of = {c: g.number for g in joint.groups for c in g.calls if not g.exact}
-        order = sorted(cosines)
-        shut = sorted(joint.opens)
+        made = (values, decisions, joint.predicted)
 
-        def table(v, *tensors, order=order, shut=shut, group_of=group_of, calls=calls):
+        def table(v, *tensors, made=made, group_of=group_of, calls=calls):
             nan = torch.full((), float("nan"), device=v.device)
             rest = iter(tensors)
-            cos = {c: next(rest) for c in order}
-            opens = {g: next(rest) for g in shut}
+            value_of, decision, predicted = ({k: next(rest) for k in d} for d in made)
             times = {c: next(rest).to(v.device, torch.float32).mean() for c in joint.sites}
             rows = [
-                [cos[c].float() if c in cos else torch.full_like(nan, float("inf")) for c in range(calls)],
+                [value_of[c].float() if c in value_of else torch.full_like(nan, float("inf")) for c in range(calls)],
                 [nan + 0 if c not in group_of else torch.full_like(nan, group_of[c]) for c in range(calls)],
-                [opens[group_of[c]].float() if group_of.get(c) in opens else nan for c in range(calls)],
+                [decision[c].float() if c in decision else nan for c in range(calls)],
                 [times.get(c, nan) for c in range(calls)],
+                [predicted[group_of[c]].float() if group_of.get(c) in predicted else nan for c in range(calls)],
             ]
             return torch.stack([torch.stack(row) for row in rows])
 
-        inputs = [slot.args[0], *(cosines[c] for c in order), *(joint.opens[g] for g in shut)]
-        inputs += [site.time for site in joint.sites.values()]
+        inputs = [slot.args[0], *(x for d in made for x in d.values()), *(s.time for s in joint.sites.values())]
         (node,) = insert(joint.graph, table, inputs, "gates")
         slot.replace_all_uses_with(node)
         joint.graph.erase_node(slot)

@@ -60,6 +60,8 @@ class Joint:
     groups: list[Group] = field(default_factory=list)
     opens: dict[int, fx.Node] = field(default_factory=dict)  # by group number: the gate's decision
     cosines: dict[int, fx.Node] = field(default_factory=dict)  # by call index
+    runs: dict[int, fx.Node] = field(default_factory=dict)  # by call index, with tol: whether its backward runs
+    predicted: dict[int, fx.Node] = field(default_factory=dict)  # by group number, with tol: the predicted error
     positions: dict[int, list] = field(default_factory=dict)  # by group number: lambda of every step
     merged: dict[int, dict[int, fx.Node]] = field(default_factory=dict)  # by call: argument -> cotangent
     tails: dict[int, Any] = field(default_factory=dict)  # by call index: its last layer, for gate="head"
@@ -144,6 +146,7 @@ def insert(graph: fx.Graph, fn: Callable, nodes: Sequence[fx.Node], name: str = 
     ordinary tensor code that tests can call. Returns the nodes of the results.
     """
     traced = _torch.trace(fn, [value(n) for n in nodes])
+    traced.graph.eliminate_dead_code()
     env: dict[fx.Node, fx.Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
     with graph.inserting_before(outputs(graph)):
         for node in traced.graph.nodes:

@@ -1,7 +1,7 @@
 """Remove the backward of every pruned timestep, and the gradient accumulation that it fed.
 
 Assumes: endpoints merged. Leaves: no pruned backward. Gated groups are not touched: `branch.py` has put their
-exact backward behind the gate.
+exact backward behind the gate, and with tol each backward behind its flag.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(joint: Joint) -> None:
     for group in joint.groups:
         if group.number in joint.opens:
             continue
-        for call in group.pruned:
+        for call in (c for c in group.pruned if c not in joint.runs):
             backward = joint.sites[call].backward
             if backward not in gone:  # one call may be made for several timesteps
                 remove(joint.graph, backward)

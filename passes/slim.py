@@ -6,9 +6,12 @@ for a backward; what a body would hand through from its operands (parameters, mo
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from .joint import Joint, body_of, call_region, fresh, getitems, item, results, view_chain
+
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def run(joint: Joint) -> None:
@@ -22,20 +25,28 @@ def run(joint: Joint) -> None:
 
 
 def _pass_through(joint: Joint, forward: fx.Node) -> None:
-    """Read outputs that are a body's own inputs, or views of them, from the operands.
+    """Read outputs that are a body's own inputs, or views of them, from the operands; and those that are one value from
+    one output.
 
     Weights and their transposes, mostly: as outputs of a call they would count, and might be copied, once per call.
+    And the input of the last layer, which a gate reads and a backward too: as two outputs that share memory, Inductor
+    takes them for two buffers, and writes over one after its last use while the other is still to be read.
     """
     body = body_of(joint.gm, forward)
     inputs = {n: i for i, n in enumerate(body.graph.find_nodes(op="placeholder"))}
     returned = results(body.graph)
+    chains = [view_chain(r) for r in returned]
+    whole = {c[0]: i for i, c in reversed([*enumerate(chains)]) if all(v.target in SAME for v in c[1:])}
     for index, nodes in getitems(forward).items():
-        chain = view_chain(returned[index])
-        if chain[0] not in inputs:
+        chain = chains[index]
+        if chain[0] not in inputs and whole.get(chain[0], index) == index:
             continue
         for node in nodes:
             with joint.graph.inserting_before(node):
-                here = forward.args[2 + inputs[chain[0]]]
+                if chain[0] in inputs:
+                    here = forward.args[2 + inputs[chain[0]]]
+                else:
+                    here = item(joint.graph, forward, whole[chain[0]])
                 for view in chain[1:]:
                     here = joint.graph.call_function(view.target, (here, *view.args[1:]), dict(view.kwargs))
                     here.meta["val"] = view.meta["val"]

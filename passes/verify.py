@@ -7,10 +7,11 @@ import operator
 import torch
 from torch import fx
 
-from jagg_fx import _torch
+from jagg_fx import _torch, control
 from jagg_fx.errors import VerifyError
 
 from .joint import Joint, body_of, getitems, is_call, is_region, results, value, view_chain
+from .slim import SAME
 
 _MARKERS = (torch.ops.jagg_fx.call.default, torch.ops.jagg_fx.cotangent.default)
 
@@ -27,8 +28,13 @@ def verify(joint: Joint, after: str) -> None:
     if after == "merge":
         with _torch.real_tensors():
             _report(_weights_are_sound(joint), after)
+            _report(_choices_are_sound(joint), after)
         _report(_groups_are_apart(joint), after)
+    if after == "branch":
+        _report(_skips_are_zero(joint), after)
     _report(_pruned_is_gone(joint, after), after)
+    if after == "slim":
+        _report(_outputs_are_apart(joint), after)
 
 
 def _report(broken: str | None, after: str) -> None:
@@ -58,8 +64,10 @@ def _calls_are_closed(joint: Joint) -> str | None:
         for position, arg in enumerate(site.backward.args[2:], start=2):
             if position in site.cotangents or not isinstance(arg, fx.Node):
                 continue
-            if any(n in operands for n in view_chain(arg)):
+            chain = view_chain(arg)
+            if any(n in operands for n in chain):
                 continue
+            arg = chain[0] if isinstance(chain[0], fx.Node) else arg  # a view of what was saved
             if is_call(arg, operator.getitem) and is_region(arg.args[0]):
                 owner = arg.args[0]
                 if owner is site.forward:
@@ -113,7 +121,7 @@ def _groups_are_apart(joint: Joint) -> str | None:
     """A merged cotangent is made from the cotangents of its own group, each of which has a part in it or is dropped."""
     owner = {n: g.number for g in joint.groups for c in g.calls for n in joint.own.get(c, ())}
     for group in joint.groups:
-        for call in group.kept:
+        for call in joint.merged.keys() & set(group.calls):
             todo, seen = list(joint.merged.get(call, {}).values()), set()
             while todo:
                 node = todo.pop()
@@ -129,17 +137,61 @@ def _groups_are_apart(joint: Joint) -> str | None:
     return None
 
 
+def _choices_are_sound(joint: Joint) -> str | None:
+    """With tol, the weights of every step sum to one over the steps that run, whatever was chosen; seen on samples."""
+    for group in [g for g in joint.groups if not g.exact] if joint.plan.tol is not None else ():
+        inner = torch.linspace(0, 1, len(group.calls), dtype=torch.float64)[1:-1].square()
+        tree = control.spans(group.nodes)
+        for depth in range(4):  # merged, halved once, twice, down to single steps
+            runs: list = [None] * len(group.calls)
+            for span, d in zip(tree, _depths(tree), strict=True):
+                runs[span.middle] = torch.tensor(d < depth or depth == 3)
+            C = control.weights([0.0, *inner.unbind(), 1.0], runs)
+            skipped = torch.tensor([r is not None and not r for r in runs])
+            if (C.sum(0) - 1).abs().max() > 1e-9 or C[skipped].any() or C.min() < -1e-12:
+                return f"the weights of a choice at depth {depth} are not those of an interpolation:\n{C}"
+    return None
+
+
+def _depths(tree: list) -> list[int]:
+    found: list[int] = []
+    for span in tree:
+        found.append(0 if span.parent is None else found[span.parent] + 1)
+    return found
+
+
+def _skips_are_zero(joint: Joint) -> str | None:
+    """With tol, every call that may be skipped has a region, behind its own flag: its own backward, or zeros."""
+    merged = {n: c for c, own in joint.merged.items() for n in own.values()}
+    left = set(joint.runs)
+    for node in (n for n in joint.graph.nodes if is_region(n)):
+        body = body_of(joint.gm, node)
+        for choice in body.graph.find_nodes(op="call_function", target=_torch.cond) if joint.runs else ():
+            calls = {merged[a] for a in node.args[3:] if a in merged}
+            if len(calls) != 1 or node.args[2] is not joint.runs.get(*calls):
+                return f"{node.name} runs the backward of {calls or 'no call'} by another call's flag"
+            left -= calls
+            run, skip = (getattr(body, a.target) for a in choice.args[1:3])
+            if sum(is_region(n) for n in run.graph.nodes) != 1:
+                return f"{node.name} does not run one backward where its flag is set"
+            full = [view_chain(n)[0] for n in results(skip.graph)]
+            if any(not is_call(n, torch.ops.aten.full.default) or n.args[1] != 0 for n in full):
+                return f"{node.name} returns something else than zeros where its backward is skipped"
+    return f"calls {sorted(left)} may be skipped, and have no branch" if left else None
+
+
 def _pruned_is_gone(joint: Joint, after: str) -> str | None:
     """Once a pruned backward is taken out, nothing calls it, and its forward computes nothing for it."""
     if after not in ("prune", "slim"):
         return None
+    # With tol: those that always run.
     kept = len({joint.sites[c].backward for g in joint.groups if g.number not in joint.opens for c in g.kept})
     bodies = {n.args[0].target for n in joint.graph.nodes if is_region(n)} & joint.backward_bodies
     calls = sum(is_region(n) and n.args[0].target in bodies for n in joint.graph.nodes)
     if calls != kept:
         return f"{calls} backward calls are in the graph, the plan keeps {kept}"
     for group in joint.groups if after == "slim" else ():
-        for call in group.pruned:
+        for call in (c for c in group.pruned if c not in joint.runs):
             forward = joint.sites[call].forward
             if forward not in joint.forwards:  # its velocity was known
                 continue
@@ -147,6 +199,18 @@ def _pruned_is_gone(joint: Joint, after: str) -> str | None:
             spare = len(results(body_of(joint.gm, forward).graph)) - len(used)
             if spare and used:
                 return f"the forward of pruned call {call} still computes {spare} values that nothing reads"
+    return None
+
+
+def _outputs_are_apart(joint: Joint) -> str | None:
+    """No value is returned twice by a velocity call, as one of its own and as a view: Inductor would write over it."""
+    for forward in joint.forwards:
+        used = [i for i, nodes in getitems(forward).items() if any(n.users for n in nodes)]
+        chains = [view_chain(results(body_of(joint.gm, forward).graph)[i]) for i in used]
+        roots = [c[0] for c in chains]
+        twice = [c[0].name for c in chains if all(v.target in SAME for v in c[1:]) and roots.count(c[0]) > 1]
+        if twice:
+            return f"{forward.name} returns {twice[0]} twice"
     return None
 
 
