@@ -49,7 +49,7 @@ MUTANTS = [
     M("c03_times", "a gate does not look at the times", "passes/gate.py",
       "return good if order is None else good & order", "return good"),
     M("c03_equal and None", "without a gate the weights are not checked", "jagg_fx/_ops.py",
-      "if not good:", "if False:"),
+      "if not good:\n            raise TimesError", "if False:\n            raise TimesError"),
     M("c04_ratio", "the weights of a step do not add up to 1: a part of -A is lost", GROUPS,
       "[0.0, *inner, 1.0]]", "[0.0, *(0.5 * x for x in inner), 1.0]]"),
     M("c05_units", "integer times are divided in fp32", BASE, "else torch.float64) for t", "else torch.float32) for t"),
@@ -62,9 +62,9 @@ MUTANTS = [
     M("c08_reference_calls", "a call without gradient is a timestep", SEGMENTS,
       "return [s for s in found if any(carries_gradient(n) for n in s.outputs())]", "return found"),
     M("c09_the_whole", "only the first part of a summed cotangent is merged", MERGE,
-      "own = [s.backward.args[s.cotangents[slot]] for s in sites]",
+      "own = [s.own_cotangents()[slot] for s in sites]",
       "own = [a.args[0] if a.target is torch.ops.aten.add.Tensor else a\n"
-      "                   for a in (s.backward.args[s.cotangents[slot]] for s in sites)]"),
+      "                   for a in (s.own_cotangents()[slot] for s in sites)]"),
     M("c10_reads", "the error of torch goes out as it is", TRANSFORM,
       "elif isinstance(error, _torch.capture_errors()):", "elif False:"),
     M("c10_reads", "the error has no cure", TRANSFORM,
@@ -82,7 +82,7 @@ MUTANTS = [
     M("c13_with_a_shut", "every call of a gated group hands its gradient on", BRANCH,
       "            gradients.pop(index, None)", "            pass"),
     M("c14_mutated", "changes in place are not looked for", "passes/refuse.py",
-      "(owner is gm and _changes(node, outside))", "None"),
+      "_random(node) or _changes(node, foreign)", "_random(node)"),
     M("c15_random", "random numbers are not looked for", "passes/refuse.py", "reason = _random(node) or", "reason ="),
     M("c16_the_cache", "tau is no part of the cache's key", PLAN,
       "dataclasses.replace(self, estimator=None)", "dataclasses.replace(self, estimator=None, tau=0.0)"),
@@ -100,7 +100,7 @@ MUTANTS = [
       'return torch.empty_like(v)\n\n\n@_define("jagg_fx::cot',
       'return torch.empty_like(v, memory_format=torch.contiguous_format)\n\n\n@_define("jagg_fx::cot'),
     M("c20_cotangents", "cotangents are summed in their own precision", MERGE,
-      "wide = torch.float64 if own.dtype == torch.float64 else torch.float32", "wide = own.dtype"),
+      "torch.float64 if own.dtype == torch.float64 else torch.float32\n    total", "own.dtype\n    total"),
     M("c21_zero", "a cosine of zero velocities is 0/0", GATES, "(norms + 1e-8)", "norms"),
     M("c22_checkpoint_around", "a call inside of an operator is not found", SEGMENTS,
       'for arg in node.all_input_nodes if node.op == "call_function" else ():', "for arg in ():"),
@@ -108,7 +108,7 @@ MUTANTS = [
       "torch.ops.jagg_fx.end.default(t)", "torch.ops.jagg_fx.end.default(out)"),
     M("c24_a_true", "a chain is not looked for", FIND, "    _refuse_chains(joint)\n", ""),
     M("c25_old", "all but the first argument is data", TRANSFORM,
-      "x.view_as(x), args[0]), *args[1:])", "x.view_as(x), args[0]), *pytree.tree_map(_detached, args[1:]))"),
+      "return (first, *args[1:])", "return (first, *pytree.tree_map(_detached, args[1:]))"),
 ]  # fmt: skip
 
 

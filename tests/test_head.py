@@ -125,3 +125,20 @@ def test_a_velocity_whose_last_layer_cannot_be_told_is_refused() -> None:
 def test_in_a_compile_pipeline() -> None:
     case = simple_case(quadratic, T=6, noise=0.3)
     check(run(case, "net", "backend", W=4, gate="head", tau=10.0), wanted(case, W=4), 1e-10, 1e-12)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("tau", [1e9, -1.0], ids=["open", "shut"])
+def test_generated_code_keeps_the_hidden_state_apart(tau: float) -> None:
+    """The last layer's input is read by the gate and by the backward: it must not be written over for one of them."""
+    torch.manual_seed(0)
+    net, T = MLP(4), 4
+    args = torch.randn(T, 3, 4), torch.linspace(0.9, 0.2, T), torch.randn(T, 3, 4)
+
+    def loss_fn(net, zs, ts, cs):
+        return quadratic(net, zs, ts, cs)
+
+    want, _ = jagg_fx.transform(loss_fn, gate="head", tau=tau, compiler="eager").grad_and_value(net, *args)
+    got, _ = jagg_fx.transform(loss_fn, gate="head", tau=tau).grad_and_value(net, *args)
+    for name, w in want.items():
+        assert (got[name] - w).norm() <= 1e-5 * w.norm(), name
