@@ -101,6 +101,9 @@ class Auditor:
     def __init__(self, loss_fn: Callable, options: Any, ratio: Ratio) -> None:
         from .transform import Step
 
+        # Each call by itself: the gradient does not depend on how calls are made, or on what is kept.
+        plain = dataclasses.replace(options.plan, batched=False, activations="keep")
+        options = dataclasses.replace(options, plan=plain)
         self._backend = _Auditor(options)
         self._backend.ratio = ratio
         self._step = Step(loss_fn, options, self._backend)

@@ -1,8 +1,8 @@
 """The rewrite, as a list of passes over the joint forward-backward graph. Read the list and you know the method.
 
-Each pass is a function `run(joint) -> None` in a file of its own, says in its docstring what it assumes and
-what it leaves, and is followed by the verifier. `segments` and `outline` work before them, on the captured
-forward graph: they turn the velocity calls into calls of one shared body.
+Each pass is a function `run(joint)` in a file of its own, says in its docstring what it assumes and what it leaves,
+and is followed by the verifier, unless it returns False: it had nothing to do. `segments`, `outline`, `deal`, `batch`
+and `keep` work before them, on the captured forward graph: they turn the velocity calls into calls of one shared body.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def prepare(gm: fx.GraphModule, plan: Plan, tails=None) -> Joint:
 def _apply(joint: Joint, passes, watch=None) -> None:
     for run in passes:
         name = run.__module__.rsplit(".", 1)[-1]
-        run(joint)
-        verify(joint, name)
+        if run(joint) is not False:  # it had something to do
+            verify(joint, name)
         if watch is not None:
             watch(name, joint)
 

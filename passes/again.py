@@ -17,9 +17,9 @@ from .joint import Joint, body_of, call_region, fresh, getitems, is_call, item
 from .slim import narrowed, slim
 
 
-def run(joint: Joint) -> None:
+def run(joint: Joint) -> bool:
     if joint.plan.activations != "recompute":
-        return
+        return False
     made: dict[tuple, str] = {}
     again: dict[tuple, str] = {}
     for site in joint.sites.values():
@@ -44,6 +44,7 @@ def run(joint: Joint) -> None:
         joint.forwards.append(call)
         site.velocity = next(n for n in getitems(first)[0]) if first is not site.forward else site.velocity
         site.forward = call  # what its backward reads now
+    return True
 
 
 def _saved_by(forward: fx.Node, arg: Any) -> bool:

@@ -19,9 +19,9 @@ from .gate import fill, head_of, publish, weight_gradient
 from .joint import Joint, expressions, insert, sort
 
 
-def run(joint: Joint) -> None:
+def run(joint: Joint) -> bool:
     if joint.plan.tol is None:
-        return
+        return False
     slots = joint.graph.find_nodes(op="call_function", target=torch.ops.jagg_fx.gates.default)
     number = expressions(joint.graph)
     networks: dict[int, list[Group]] = {}
@@ -34,6 +34,7 @@ def run(joint: Joint) -> None:
         values.update(_decide(joint, groups, slots[0].args[2]))
     publish(joint, values, joint.runs)
     sort(joint.graph)
+    return True
 
 
 def _decide(joint: Joint, groups: list[Group], limit: fx.Node) -> dict[int, fx.Node]:

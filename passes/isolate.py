@@ -16,9 +16,9 @@ import torch
 from .joint import Joint, data_flow, insert, outputs, sort, value
 
 
-def run(joint: Joint) -> None:
+def run(joint: Joint) -> bool:
     if not joint.plan.estimator.partial:
-        return
+        return False
     flow = data_flow(joint.graph)
     tangents = [n for n in joint.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
     derived = set().union(*(nx.descendants(flow, t) for t in tangents), tangents)
@@ -33,6 +33,7 @@ def run(joint: Joint) -> None:
             for user in readers:
                 user.replace_input_with(node, zero)
     sort(joint.graph)
+    return True
 
 
 def _zero_like(v: torch.Tensor) -> Callable[[], torch.Tensor]:

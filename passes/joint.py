@@ -251,6 +251,8 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 def sort(graph: fx.Graph) -> None:
     """Put the nodes into an order in which each comes after its inputs, changing as little as possible."""
     order = {n: i for i, n in enumerate(graph.nodes)}
+    if all(order[i] < at for n, at in order.items() for i in n.all_input_nodes):
+        return
     last = outputs(graph)
     order[last] = len(order) + 1
     cursor = graph._root

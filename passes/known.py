@@ -42,9 +42,11 @@ def add(gm: fx.GraphModule) -> list[Tensor]:
     return examples
 
 
-def run(joint: Joint) -> None:
+def run(joint: Joint) -> bool:
     pruned = {c for g in joint.groups for c in g.pruned}
     known = {i: s for i, s in joint.sites.items() if s.given is not None}
+    if not known:
+        return False
     for index, site in known.items():
         if index in pruned:
             site.velocity.replace_all_uses_with(site.given)
@@ -55,6 +57,7 @@ def run(joint: Joint) -> None:
             _erase(joint.graph, forward)
             joint.forwards.remove(forward)
     sort(joint.graph)
+    return True
 
 
 def _compare(joint: Joint, site: Site) -> None:

@@ -13,7 +13,9 @@ from .joint import Joint, insert, sort
 UNSTACK, RESTACK = torch.ops.jagg_fx.unstack.default, torch.ops.jagg_fx.restack.default
 
 
-def run(joint: Joint) -> None:
+def run(joint: Joint) -> bool:
+    if not joint.plan.batched:
+        return False
     for node in joint.graph.find_nodes(op="call_function", target=RESTACK):
         (stacked,) = insert(joint.graph, lambda *parts: torch.stack(parts), node.args[0], "stacked")
         _swap(joint.graph, node, stacked)
@@ -24,6 +26,7 @@ def run(joint: Joint) -> None:
                 _swap(joint.graph, user, parts[user.args[1]])
         joint.graph.erase_node(node)
     sort(joint.graph)
+    return True
 
 
 def _swap(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:

@@ -56,7 +56,8 @@ def _pass_through(joint: Joint, forward: fx.Node) -> None:
 
 def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> fx.Node:
     """Call a narrower body in place of this one, if some of its outputs are not used. Returns the call."""
-    used = tuple(sorted(i for i, nodes in getitems(forward).items() if any(n.users for n in nodes)))
+    read = getitems(forward)
+    used = tuple(sorted(i for i, nodes in read.items() if any(n.users for n in nodes)))
     body = body_of(joint.gm, forward)
     if len(used) == len(results(body.graph)) or not used:
         return forward
@@ -69,10 +70,10 @@ def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> fx.Node:
         node = call_region(joint.graph, getattr(joint.gm, attr), attr, forward.args[2:])
         for new, old in enumerate(used):
             out = item(joint.graph, node, new)
-            for g in getitems(forward).get(old, []):
+            for g in read.pop(old):
                 g.replace_all_uses_with(out)
                 joint.graph.erase_node(g)
-    for nodes in getitems(forward).values():
+    for nodes in read.values():
         for g in nodes:
             joint.graph.erase_node(g)
     joint.graph.erase_node(forward)

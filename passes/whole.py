@@ -22,11 +22,12 @@ from .joint import Joint, data_flow, insert, is_region, outputs, value
 from .unit import one
 
 
-def run(joint: Joint) -> None:
+def run(joint: Joint) -> bool:
     if joint.plan.activations == "keep":
-        return
+        return False
     _at_unit_tangent(joint)
     _order(joint)
+    return True
 
 
 def _at_unit_tangent(joint: Joint) -> None:

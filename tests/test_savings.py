@@ -366,6 +366,19 @@ def test_calls_that_cannot_be_made_as_one_are_refused() -> None:
             jagg_fx.transform(loss_fn, **EAGER, gate=None, batched=True)(net, *args)
 
 
+@pytest.mark.parametrize("options", [{"batched": True}, {"activations": "group"}, {"activations": "recompute"}])
+def test_audit_and_explain_see_each_call(options: dict) -> None:
+    net, *args = batch(T=6)
+    want = jagg_fx.transform(loss, **EAGER, gate=None).audit(net, *args)
+    got = jagg_fx.transform(loss, **EAGER, gate=None, **options).audit(net, *args)
+    assert got.relative_error == pytest.approx(want.relative_error)
+    assert [g.relative_error for g in got.groups] == pytest.approx([g.relative_error for g in want.groups])
+    report = jagg_fx.explain(loss, net, *args, gate=None, **options)
+    assert len(report.sites) == 6
+    assert [g.kept for g in report.groups] == [(0, 3), (4, 5)]
+    assert "at most" in str(report)
+
+
 @pytest.mark.inductor
 def test_savings_with_generated_code() -> None:
     net, *args = batch(T=5, dtype=torch.float32)
