@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -29,3 +30,23 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the networks are tiny: threads only cost time, and change the rounding
+
+
+# These build no graph, and cost nothing.
+_CHEAP = ("tests/models", "tests/passes", "tests/test_estimators.py", "tests/test_reference_selfcheck.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many sets of parameters, all but one are thorough: `make test` has to end in minutes.
+
+    The one is drawn by the name of the test, for ever the same, so that over the suite all kinds of parameters are seen.
+    """
+    of: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.nodeid.startswith(_CHEAP) and not item.get_closest_marker("thorough"):
+            of.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, same in of.items():
+        for i, item in enumerate(same):
+            if i != zlib.crc32(name.encode()) % len(same):
+                item.add_marker("thorough")
