@@ -40,7 +40,7 @@ _CHEAP = ("tests/models", "tests/passes", "tests/test_estimators.py", "tests/tes
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with many sets of parameters, all but one are thorough: `make test` has to end in minutes.
 
-    The one is drawn by the name of the test, for ever the same, so that over the suite all kinds of parameters are seen.
+    The one is drawn by the name of the test, for ever the same: over the suite all kinds of parameters are seen.
     """
     of: dict[str, list[pytest.Item]] = {}
     for item in items:
