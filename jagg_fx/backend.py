@@ -319,5 +319,8 @@ def _check_calls(found: list[segments.Segment], lane: int | tuple[int, ...] | No
         "or velocity=... in transform."
     )
     if not found:
-        raise CaptureError(f"No velocity call that carries gradient was found in this loss. {cure}")
+        raise CaptureError(
+            "No velocity that is called more than once with gradient was found in this loss. With one timestep there "
+            f"is nothing to group: differentiate that loss without jagg_fx. {cure}"
+        )
     raise CaptureError(f"Only one velocity call that carries gradient was found, at {found[0].where}. {cure}")

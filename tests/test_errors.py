@@ -347,3 +347,19 @@ def test_a_loss_that_fails_by_itself_is_told_apart_from_one_that_cannot_be_captu
     step = jagg_fx.transform(case.loss("net"), W=4, compiler="eager")
     with pytest.raises(jagg_fx.CaptureError, match="itself fails"):
         step(case.net, zs, ts, cs[..., :3])
+
+
+def test_one_timestep_has_nothing_to_group() -> None:
+    net = nn.Linear(3, 3)
+
+    class Velocity(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net
+
+        def forward(self, z, t):
+            return self.inner(z) * t
+
+    step = jagg_fx.transform(lambda v, z, t: (v(z, t) ** 2).mean(), compiler="eager")
+    with pytest.raises(jagg_fx.CaptureError, match=r"more than once.*[Oo]ne timestep|Only one velocity call"):
+        step(Velocity(), torch.randn(2, 3), torch.tensor(0.5))
