@@ -83,14 +83,19 @@ def _(v: Tensor, calls: int, limit: Tensor | None) -> Tensor:
     return torch.empty((5, calls), device=v.device)
 
 
-@_define("jagg_fx::checked", mutates_args=())
-def checked(lam: Tensor, good: Tensor, what: str) -> Tensor:
-    """lam as it is, or an error if it is not good (a device-side assertion on CUDA: no host sync)."""
-    if lam.device.type == "cpu":
+def _demand(good: Tensor, error: type[Exception], what: str) -> None:
+    """An error if not good; on CUDA a device-side assertion, so that the host waits for nothing."""
+    if good.device.type == "cpu":
         if not good:
-            raise TimesError(what)
+            raise error(what)
     else:
         torch._assert_async(good, what)
+
+
+@_define("jagg_fx::checked", mutates_args=())
+def checked(lam: Tensor, good: Tensor, what: str) -> Tensor:
+    """lam as it is, or an error if it is not good."""
+    _demand(good, TimesError, what)
     return lam.clone()
 
 
@@ -101,14 +106,9 @@ def _(lam: Tensor, good: Tensor, what: str) -> Tensor:
 
 @_define("jagg_fx::fresh", mutates_args=())
 def fresh(v: Tensor, given: Tensor, tolerance: float, what: str) -> Tensor:
-    """v as it is, or an error if |given - v| > tolerance |v| (a device-side assertion on CUDA: no host sync)."""
+    """v as it is, or an error if |given - v| > tolerance |v|."""
     wide = v.double()
-    good = (given.double() - wide).square().sum() <= tolerance**2 * wide.square().sum()
-    if v.device.type == "cpu":
-        if not good:
-            raise StaleError(what)
-    else:
-        torch._assert_async(good, what)
+    _demand((given.double() - wide).square().sum() <= tolerance**2 * wide.square().sum(), StaleError, what)
     return v.clone()
 
 

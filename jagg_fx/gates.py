@@ -41,21 +41,31 @@ def cosines(v: Sequence[Tensor], C: Sequence[Sequence[Weight]], nodes: Sequence[
     whole batch is one vector. Computed in fp32 (fp64 for fp64 velocities). Returns scalars; a NaN or an infinity
     in a velocity gives NaN.
     """
-    wide = [x.double() if x.dtype == torch.float64 else x.float() for x in v]
+    wide = _wide(v)
     out = []
     for k, x in enumerate(wide):
         if k in nodes:
             continue
-        guess = torch.zeros_like(x)
-        for row, j in zip(C, nodes, strict=True):
-            weight = per_row(row[k], x)
-            if isinstance(weight, Tensor):
-                guess = guess + weight.to(x.dtype) * wide[j]
-            elif weight:
-                guess = guess + weight * wide[j]
+        guess = _estimate(wide, C, nodes, k)
         norms = torch.sqrt((x * x).sum()) * torch.sqrt((guess * guess).sum())
         out.append((x * guess).sum() / (norms + 1e-8))
     return out
+
+
+def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.double() if x.dtype == torch.float64 else x.float() for x in tensors]
+
+
+def _estimate(x: Sequence[Tensor], C: Sequence[Sequence[Weight]], nodes: Sequence[int], k: int) -> Tensor:
+    """sum_j C[j][k] x_j: what the weights make of the nodes' values at step k."""
+    total = torch.zeros_like(x[k])
+    for row, j in zip(C, nodes, strict=True):
+        weight = per_row(row[k], x[k])
+        if isinstance(weight, Tensor):
+            total = total + weight.to(x[k].dtype) * x[j]
+        elif weight:
+            total = total + weight * x[j]
+    return total
 
 
 def discrepancy(
@@ -85,17 +95,11 @@ def head_error(
     gradient: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """sum_k W'(g_k, h_k - h_hat_k), as in `discrepancy`: exact less estimate, in the last layer's weight."""
+    wide = _wide(h)
     error = torch.zeros(())
-    for k, (gk, hk) in enumerate(zip(g, h, strict=True)):
-        if k in nodes:
-            continue
-        rest = hk.double() if hk.dtype == torch.float64 else hk.float()
-        for row, j in zip(C, nodes, strict=True):
-            weight = per_row(row[k], rest)
-            if isinstance(weight, Tensor):
-                weight = weight.to(rest.dtype)
-            rest = rest - weight * h[j].to(rest.dtype)
-        error = error + gradient(gk, rest)
+    for k, gk in enumerate(g):
+        if k not in nodes:
+            error = error + gradient(gk, wide[k] - _estimate(wide, C, nodes, k))
     return error
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch
+from . import _torch, functorch
 from .audit import Audit, Auditor
 from .backend import Backend, Given
 from .discover import discover
@@ -51,6 +51,8 @@ def transform(loss_fn: Callable, W: int = WIDTH, **options: Any) -> Step:
       time       which argument of the velocity is the time: position or name; by default the one named t,
                  timestep, timesteps, time or sigma, else the second.
       has_aux    loss_fn returns (loss, aux).
+      activations  "keep"; "group", "recompute": groups one after the other inside the step, for less memory.
+      batched    True: the calls that keep a backward run as one, the pruned ones as another (gate=None only).
       seed       an int: random steps of an estimator are drawn from it, the same on every rank.
       audit_every  N: audit every N-th step, into step.stats.audits. An audit costs more than an exact step.
       compiler   "inductor", or "eager": the same rewritten graph, run without code generation.
@@ -132,7 +134,7 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         transforms = _torch.inside_functorch()
         if transforms:
-            return _functorch_call(self, transforms, args, kwargs)
+            return functorch.call(self, transforms, args, kwargs)
         return self._run(args, kwargs)
 
     def grad_and_value(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -163,7 +165,7 @@ class Step:
             grads = pytree.tree_unflatten(
                 [next(given) if isinstance(x, Tensor) and x.requires_grad else None for x in fresh], spec
             )
-        return grads, pytree.tree_map(_detached, out)
+        return grads, pytree.tree_map(functorch.detached, out)
 
     def audit(self, *args: Any, **kwargs: Any) -> Audit:
         """The true error of the estimator on this batch, against exact: in all, per group, per parameter.
@@ -201,6 +203,7 @@ class Step:
             )
         self.backend.clock.step = state["step"]
         if "ratios" in state:
+            self.backend.ratio.measured.clear()
             self.backend.ratio.measured.extend(state["ratios"])
         if self.memory is not None:
             self.memory.load_state_dict(state["memory"])
@@ -393,10 +396,6 @@ def _leaf(x: Any) -> Any:
     return x
 
 
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
-
-
 def _shape(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
@@ -421,52 +420,3 @@ def _explained(error: BaseException) -> BaseException:
         "depends on a tensor's value (.item(), .nonzero(), `if tensor:`); compute it outside of the loss and pass "
         f"it in. What torch says, with the line:\n{_torch.short_message(error)}"
     )
-
-
-def _functorch_call(step: Step, transforms: list[str], args: tuple, kwargs: dict) -> Any:
-    """Under torch.func.grad: a compiled function would run uncompiled there, with the exact gradient."""
-    if transforms != ["Grad"]:
-        raise RefusedError(
-            f"A transformed step was called under torch.func transforms {transforms}. Its gradient is estimated, so "
-            "only one level of torch.func.grad (or grad_and_value, vjp) has a meaning: no vmap over a step, no "
-            "forward mode, no second derivative. Use step.grad_and_value, or loop over the batch."
-        )
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    trained = [i for i, x in enumerate(leaves) if _torch.needs_functorch_grad(x)]
-    if not trained:
-        return step._run(args, kwargs)
-    box = types.SimpleNamespace()  # not a pytree: autograd.Function hands it through as it is
-    flat = _Estimated.apply(step, spec, trained, box, *leaves)
-    return pytree.tree_unflatten(list(flat), box.out)
-
-
-class _Estimated(torch.autograd.Function):
-    """The step as one differentiable operation, for torch.func: gradients are computed with the loss."""
-
-    @staticmethod
-    def forward(step: Step, spec: Any, trained: list[int], box: Any, *leaves: Any) -> Any:
-        fresh = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        for i in trained:
-            fresh[i].requires_grad_()
-        args, kwargs = pytree.tree_unflatten(fresh, spec)
-        with torch.enable_grad(), _torch.outside_functorch():
-            out = step._run(args, kwargs)
-            loss = out[0] if step.options.has_aux else out
-            found = torch.autograd.grad(loss, [fresh[i] for i in trained], allow_unused=True)
-        outs, box.out = pytree.tree_flatten(out)
-        box.gradients = [torch.zeros_like(fresh[i]) if g is None else g for g, i in zip(found, trained, strict=False)]
-        return tuple(_detached(x) for x in outs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        _, _, ctx.trained, box, *leaves = inputs
-        ctx.leaves = len(leaves)
-        ctx.gradients = box.gradients
-        ctx.mark_non_differentiable(*(x for x in output[1:] if isinstance(x, Tensor)))
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Any) -> Any:
-        grads: list[Any] = [None] * ctx.leaves
-        for i, x in zip(ctx.trained, ctx.gradients, strict=True):
-            grads[i] = (x * g).to(x.dtype)
-        return (None, None, None, None, *grads)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from .joint import Joint, body_of, call_region, fresh, getitems, is_call, item
+from .joint import Joint, body_of, call_region, fresh, is_call, item
 from .slim import narrowed, slim
 
 
@@ -35,14 +35,9 @@ def run(joint: Joint) -> bool:
         for position, arg in enumerate(site.backward.args):
             if _saved_by(site.forward, arg):
                 site.backward.update_arg(position, values[arg.args[1]])
-        for nodes in getitems(site.forward).values():
-            for node in nodes:
-                if not node.users:
-                    joint.graph.erase_node(node)
         first = slim(joint, site.forward, made)
         joint.forwards[joint.forwards.index(site.forward)] = first
         joint.forwards.append(call)
-        site.velocity = next(n for n in getitems(first)[0]) if first is not site.forward else site.velocity
         site.forward = call  # what its backward reads now
     return True
 

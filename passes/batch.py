@@ -34,9 +34,8 @@ def run(gm: fx.GraphModule, plan: Plan) -> None:
     captured = Captured(gm.graph, plan)
     refuse_writes(captured, captured.marks, CURE)
     for number, lane in enumerate(captured.lanes):
-        for group in plan.cut(range(len(lane))):
-            for position in group:
-                lane[position].update_arg(5, number)
+        for mark in lane:
+            mark.update_arg(5, number)
         kept, pruned = _roles(plan, lane)
         for calls in (kept, pruned):
             if len(calls) > 1:

@@ -40,6 +40,12 @@ def _at_unit_tangent(joint: Joint) -> None:
             "beside the loss, or use activations='keep'."
         )
     (tangent,) = tangents
+    if value(tangent).numel() != 1:
+        raise RefusedError(
+            f"activations={joint.plan.activations!r} computes the gradient together with the loss, which must be one "
+            f"number; the only output with gradient has shape {tuple(value(tangent).shape)}. Return its mean or sum, "
+            "or use activations='keep'."
+        )
     flow = data_flow(graph)
     last = outputs(graph)
     below = nx.descendants(flow, tangent)
@@ -70,7 +76,7 @@ def _order(joint: Joint) -> None:
                 todo.append((missing, _inputs(missing)))
                 continue
             todo.pop()
-            done.setdefault(current)
+            done[current] = None
 
     def settle(node: fx.Node) -> None:
         """What can be summed up now, so that gradients of single calls die at once."""

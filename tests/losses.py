@@ -60,6 +60,17 @@ class MLP(nn.Module):
         return self.out(h)
 
 
+class Squashed(nn.Module):
+    """Its last layer is not linear: what a velocity ends with cannot be told."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, z: Tensor, t: Tensor) -> Tensor:
+        return torch.tanh(self.out(z + t))
+
+
 class Tied(nn.Module):
     """One matrix used by three layers, under two names and once transposed."""
 

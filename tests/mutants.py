@@ -49,7 +49,7 @@ MUTANTS = [
     M("c03_times", "a gate does not look at the times", "passes/gate.py",
       "return good if order is None else good & order", "return good"),
     M("c03_equal and None", "without a gate the weights are not checked", "jagg_fx/_ops.py",
-      "if not good:\n            raise TimesError", "if False:\n            raise TimesError"),
+      "_demand(good, TimesError, what)", "pass"),
     M("c04_ratio", "the weights of a step do not add up to 1: a part of -A is lost", GROUPS,
       "[0.0, *inner, 1.0]]", "[0.0, *(0.5 * x for x in inner), 1.0]]"),
     M("c05_units", "integer times are divided in fp32", BASE, "else torch.float64) for t", "else torch.float32) for t"),
@@ -108,7 +108,7 @@ MUTANTS = [
       "torch.ops.jagg_fx.end.default(t)", "torch.ops.jagg_fx.end.default(out)"),
     M("c24_a_true", "a chain is not looked for", FIND, "    _refuse_chains(joint)\n", ""),
     M("c25_old", "all but the first argument is data", TRANSFORM,
-      "return (first, *args[1:])", "return (first, *pytree.tree_map(_detached, args[1:]))"),
+      "return (first, *args[1:])", "return (first, *pytree.tree_map(functorch.detached, args[1:]))"),
 ]  # fmt: skip
 
 

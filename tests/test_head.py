@@ -10,7 +10,7 @@ from torch import nn
 import jagg_fx
 
 from .helpers import check, run, wanted
-from .losses import MLP, Case, Conv, quadratic, simple_case
+from .losses import MLP, Case, Conv, Squashed, quadratic, simple_case
 
 D = torch.float64
 
@@ -107,15 +107,7 @@ def test_a_cotangent_that_is_not_finite_shuts_it(bad: float) -> None:
 
 
 def test_a_velocity_whose_last_layer_cannot_be_told_is_refused() -> None:
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(4, 4)
-
-        def forward(self, z, t):
-            return torch.tanh(self.out(z + t))
-
-    case = simple_case(quadratic, net=Net(), T=4)
+    case = simple_case(quadratic, net=Squashed(4), T=4)
     with pytest.raises(jagg_fx.RefusedError, match=r"last layer.*tanh"):
         run(case, "net", W=4, gate="head")
     with pytest.raises(jagg_fx.RefusedError, match="last layer"):

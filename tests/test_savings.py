@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jagg_fx.models import DiT
 from torch import Tensor, fx, nn
 
 import jagg_fx
@@ -247,6 +248,18 @@ def test_another_output_with_gradient_is_refused() -> None:
         step(net, *args)
 
 
+def test_a_loss_that_is_not_one_number_is_refused() -> None:
+    """At the tangent 1 of what? In a pipeline of torch.compile the reduction may come later."""
+    net, *args = batch(T=4)
+
+    def rows(net, zs, ts, targets):
+        return sum(((net(z, t) - x) ** 2).mean(1) for z, t, x in zip(zs, ts, targets, strict=True))
+
+    compiled = torch.compile(rows, backend=jagg_fx.backend(**EAGER, gate=None, activations="group"), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"must be one number.*shape \(3,\)"):
+        compiled(net, *args)
+
+
 def test_an_unknown_way_to_keep_activations() -> None:
     with pytest.raises(jagg_fx.OptionError, match="'keep', 'group', 'recompute'"):
         jagg_fx.transform(loss, activations="none")
@@ -317,6 +330,26 @@ def test_rows_of_one_call_may_depend_on_each_other() -> None:
     want, _ = jagg_fx.transform(loss, **EAGER, gate=None).grad_and_value(net, *args)
     got, _ = jagg_fx.transform(loss, **EAGER, gate=None, batched=True).grad_and_value(net, *args)
     assert relative_error(got, want) < TOL
+
+
+def test_attention_of_many_calls_is_one() -> None:
+    torch.manual_seed(0)
+    net = DiT(8, 1, 4, 16, 1, 2).double()
+    for p in net.parameters():  # a DiT starts at zero
+        nn.init.normal_(p, std=0.3)
+    zs, cs = torch.randn(2, 5, 3, 1, 8, 8, dtype=torch.float64)
+    args = net, zs, torch.linspace(0.9, 0.1, 5, dtype=torch.float64), cs
+    want, _ = jagg_fx.transform(loss, **EAGER, gate=None, W=5).grad_and_value(*args)
+    attentions: list[int] = []
+
+    def watch(name, joint) -> None:
+        bodies = [m for n, m in joint.gm.named_children() if n.startswith("partitioned_fw")]
+        attentions.extend(sum("attention" in str(n.target) for n in m.graph.nodes) for m in bodies)
+
+    options = options_of(5, **EAGER, gate=None, batched=True)
+    got, _ = Step(loss, options, Backend(options, watch)).grad_and_value(*args)
+    assert relative_error(got, want) < TOL
+    assert set(attentions) == {1}  # one block, however many calls
 
 
 def test_lanes_are_made_apart() -> None:

@@ -52,6 +52,13 @@ def test_a_backward_that_reads_what_another_call_saved() -> None:
     caught(joint, "merge", r"call 0 reads .*saved by another call")
 
 
+def test_a_backward_that_a_kept_call_shares_with_a_pruned_one() -> None:
+    joint = after("merge", NO_GATE)
+    kept, pruned = joint.sites[0], joint.sites[1]
+    pruned.forward, pruned.backward = kept.forward, kept.backward
+    caught(joint, "merge", "call 0 keeps the backward that it shares with call 1")
+
+
 def test_a_backward_that_reads_a_foreign_value() -> None:
     joint = after("merge", NO_GATE)
     a = joint.sites[0]
