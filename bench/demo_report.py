@@ -112,6 +112,13 @@ def rows(arms: list[Arm], start: Score) -> list[list[str]]:
     return table
 
 
+def save(folder: Path, name: str, content: Any, text: str) -> None:
+    """Writes name.json and name.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+
+
 def markdown(table: list[list[str]]) -> str:
     """A Markdown table, its columns lined up so that it reads as plain text too."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
@@ -129,10 +136,8 @@ def write(
     phases: dict[str, float],
 ) -> str:
     """Writes results.md, results.json, reward.png and samples.png; returns the Markdown."""
-    folder.mkdir(parents=True, exist_ok=True)
     lines = [markdown(rows(arms, start)), "", *(f"* {note}" for note in notes)]
     text = "\n".join(lines) + "\n"
-    (folder / "results.md").write_text(text, encoding="utf-8")
     content = {
         "settings": settings,
         "start": {"reward": start.reward, "judge": start.judge},
@@ -140,7 +145,7 @@ def write(
         "arms": {arm.key: _plain(arm) for arm in arms},
         "notes": notes,
     }
-    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save(folder, "results", content, text)
     draw_rewards(folder / "reward.png", arms, start)
     draw_samples(folder / "samples.png", arms, start, int(settings["classes"]))
     return text

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +29,7 @@ from jagg_fx.gates import cosines
 
 from .data import load_digits
 from .demo_progress import bar
-from .demo_report import markdown
+from .demo_report import markdown, save
 from .demo_train import Task, pretrain, reward_classifier, train_classifier
 from .gates import Flat, batches, weighted_matching
 
@@ -283,10 +282,8 @@ def main() -> None:
         "audit_every": options.audit_every,
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "frontier.json").write_text(json.dumps(results, indent=1) + "\n")
     text = report(results)
-    (options.out / "frontier.md").write_text(text)
+    save(options.out, "frontier", results, text)
     draw(results, options.out / "frontier.png")
     print(text)
 

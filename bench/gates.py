@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ import jagg_fx
 
 from .data import load_digits
 from .demo_progress import bar
+from .demo_report import save
 from .demo_train import Task, pretrain, reward_classifier, train_classifier
 
 TOLERANCES = (0.05, 0.1, 0.2)
@@ -209,10 +209,8 @@ def main() -> None:
         "rows": rows,
         "pooled": pooled,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gates.json").write_text(json.dumps(results, indent=1))
     text = markdown(results)
-    (options.out / "gates.md").write_text(text)
+    save(options.out, "gates", results, text)
     draw(results, options.out / "gates.png")
     print(text)
 

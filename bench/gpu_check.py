@@ -10,7 +10,6 @@ code (`bench/eager.py`) on the same network. Exits with 1 if one is not.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import jagg_fx
 from bench.demo_progress import bar
-from bench.demo_report import markdown
+from bench.demo_report import markdown, save
 from bench.step_contenders import Contender, Maker, Nets, chosen
 from bench.step_measure import timed
 from bench.step_problem import DTYPES, Problem, make
@@ -103,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = f"{name}, torch {torch.__version__}\n\n{table(rows)}\n"
     print(text)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "gpu-check.md").write_text(text, encoding="utf-8")
-        (options.out / "gpu-check.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        save(options.out, "gpu-check", rows, text)
     sys.exit(any(r["result"].startswith(("WRONG", "FAILED")) for r in rows))
 
 

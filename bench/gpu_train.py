@@ -12,7 +12,6 @@ seconds that are left.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 import jagg_fx
 from bench.demo_progress import bar
-from bench.demo_report import markdown
+from bench.demo_report import markdown, save
 from bench.step_contenders import Contender, Maker, Nets
 from bench.step_measure import Watch, wait
 from bench.step_problem import DTYPES, SAMPLER, Problem, make
@@ -153,9 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = train(options, maker, contender, wanted, until)
         runs.append({"family": contender.key, "compile_seconds": seconds, **found})
         content = {"settings": settings, "torch": torch.__version__, "runs": runs}
-        (options.out / "gpu-train.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         text = f"DiT {options.size}, {options.dtype}, T={options.T}, batch {options.batch}\n\n{summary(runs)}\n"
-        (options.out / "gpu-train.md").write_text(text, encoding="utf-8")
+        save(options.out, "gpu-train", content, text)
     print(text)
 
 

@@ -8,7 +8,6 @@ estimators that draw or alternate, RMS over draws, and bias: the error of the me
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from jagg_fx.models import AffineVelocity, MLPVelocity, interpolate, velocity_ta
 from torch import Tensor, nn
 
 from bench.demo_progress import bar
-from bench.demo_report import markdown
+from bench.demo_report import markdown, save
 from bench.eager import backward
 from jagg_fx.estimators import Causal, Correction, Debiased, Estimator, Knots, Memory, Quadratic, Subset, resolve
 from jagg_fx.memory import BiasMemory
@@ -232,8 +231,6 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = measure(options)
     text = "\n".join([TITLE, "", table(rows, options.T), "", *(f"* {note}" for note in notes(options)), "", COMMAND])
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "mechanism.md").write_text(text + "\n", encoding="utf-8")
     settings = {k: v for k, v in vars(options).items() if k != "out"} | {"torch": torch.__version__}
     content = {
         "settings": settings,
@@ -241,7 +238,7 @@ def main() -> None:
         "spans": SPANS,
         "estimators": [asdict(r) | {"slope": r.slope} for r in rows],
     }
-    (options.out / "mechanism.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save(options.out, "mechanism", content, text + "\n")
     picture(options.out / "mechanism.png", rows)
     print(text)
 
