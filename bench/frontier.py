@@ -3,7 +3,8 @@
 Pretrains a small velocity network on digits and takes batches of stored trajectories, SDE ones with a GRPO loss, ODE
 ones with an advantage-weighted flow-matching loss. In each batch, every run of steps that a setting may merge is merged
 once: endpoints, knots, gated groups and error control differ only in which runs they merge, and their errors add up, so
-that all settings are measured on the same backwards. Writes docs/bench/frontier.json, .md and .png.
+that all settings are measured on the same backwards. Writes docs/bench/frontier.json, .md and .png (with --dit:
+frontier-dit).
 
 Cost: a forward 1, a backward 2, for each step; of exact 3. Error: |estimate - exact| / |exact| over all parameters.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -212,7 +215,7 @@ def report(results: dict) -> str:
         "The best other setting is chosen on the batches that it is judged on: endpoints, knots, both gates.",
     ]
     text = ["# Cost against error", "", markdown(lines), "", say, "", *(f"* {n}" for n in notes), ""]
-    return "\n".join([*text, "![frontier](frontier.png)", "", f"`{results['command']}`", ""])
+    return "\n".join([*text, f"![cost against error]({results['name']}.png)", "", f"`{results['command']}`", ""])
 
 
 def draw(results: dict, path: Path) -> None:
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="4 batches, T=16 alone: to see that it runs")
     options = parser.parse_args()
     count = 4 if options.quick else options.batches
+    name = "frontier-dit" if options.dit else "frontier"
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images = load_digits()
@@ -273,7 +277,8 @@ def main() -> None:
                     progress.update()
             rows.append({"path": path, "T": T, "settings": measure(found, options.repeats, options.audit_every)})
     results = {
-        "command": "python -m bench.frontier" + " --dit" * options.dit + " --quick" * options.quick,
+        "name": name,
+        "command": shlex.join(["python", "-m", "bench.frontier", *sys.argv[1:]]),
         "net": "DiT tiny" if options.dit else "MLP",
         "torch": torch.__version__,
         "batches": count,
@@ -283,8 +288,8 @@ def main() -> None:
         "rows": rows,
     }
     text = report(results)
-    save(options.out, "frontier", results, text)
-    draw(results, options.out / "frontier.png")
+    save(options.out, name, results, text)
+    draw(results, options.out / f"{name}.png")
     print(text)
 
 

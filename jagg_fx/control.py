@@ -149,7 +149,7 @@ class Ratio:
     seen yet (it makes the largest of n uniform numbers an unbiased estimate of their bound).
     """
 
-    FIRST = 2.0  # before anything is measured; 1.1 to 2.1 were usual on small pretrained networks, up to 7 was seen
+    FIRST = 2.0  # before anything is measured; docs/bench/frontier.md has 1.9 to 2.2, frontier-dit.md 1.1 to 5
     KEPT = 19
 
     def __init__(self) -> None:
