@@ -24,5 +24,8 @@ lint: $(VENV)/.installed
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+fuzz: $(VENV)/.installed
+	$(PY) -m tests.fuzz $(ARGS)
+
 clean:
 	rm -rf $(VENV) out

@@ -176,7 +176,9 @@ def measure(found: Sequence[Batch], repeats: int, audit_every: int) -> list[dict
         most = max(len(m) for m in merged)
         row(family, name, merged, found, fallback=1 - float(np.mean([len(m) for m in merged])) / most if most else 0.0)
     for tol in TOLERANCES:
-        ratio, merged, steps = Ratio(), [], list(found) * repeats
+        # each pass in an order of its own: else audits would see the same few batches again and again
+        orders = np.random.default_rng(0)
+        ratio, merged, steps = Ratio(), [], [found[i] for _ in range(repeats) for i in orders.permutation(len(found))]
         for k, batch in enumerate(steps):
             own, predicted = controlled(batch, ratio.limit(tol))
             merged.append(own)

@@ -120,6 +120,8 @@ class Maker:
         loss: Callable[..., Tensor] = self.problem.loss
         if kind == "regions":
             loss = self._transform(estimator="exact")
+        elif kind == "batched":
+            loss = self._transform(estimator="exact", gate=None, batched=True)
         elif kind == "flat":
             loss = self.nets.compile(loss)
         return {"cost": self._exact_cost(), "run": partial(self._whole, loss, {}), "exact": True}
@@ -198,6 +200,7 @@ FAMILIES: dict[str, tuple[str, Callable[..., dict[str, Any]], bool]] = {
     "exact-unrolled": ("exact, unrolled, compiled", lambda m: m.unrolled("regions"), False),
     "exact-unrolled-eager": ("exact, unrolled, eager", lambda m: m.unrolled("eager"), False),
     "exact-flat": ("exact, unrolled, one flat torch.compile", lambda m: m.unrolled("flat"), False),
+    "exact-batched": ("exact, batched calls", lambda m: m.unrolled("batched"), False),
     "exact-steps": ("exact, a backward per step, compiled", lambda m: m.steps("compiled"), False),
     "exact-steps-eager": ("exact, a backward per step, eager", lambda m: m.steps("eager"), False),
     "exact-checkpoint": ("exact, per step, checkpointed, compiled", lambda m: m.steps("compiled-checkpoint"), False),
@@ -218,6 +221,11 @@ FAMILIES: dict[str, tuple[str, Callable[..., dict[str, Any]], bool]] = {
         True,
     ),
     "batched": ("ours, batched calls", lambda m, W: m.ours(W, batched=True), True),
+    "known-batched": (
+        "ours, known velocities, batched calls",
+        lambda m, W: m.ours(W, lambda T, nodes: Cost(0, nodes, nodes), known=True, batched=True),
+        True,
+    ),
     "group": ("ours, group after group", lambda m, W: m.ours(W, activations="group"), True),
     "recompute": (
         "ours, activations recomputed",

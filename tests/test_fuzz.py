@@ -2,7 +2,7 @@
 
 A VerifyError is a JaggError that reports a bug of the rewrite, so it counts as a failure.
 
-``HYPOTHESIS_PROFILE=fuzz pytest tests/test_fuzz.py`` draws thousands; the default profile a few.
+``python -m tests.fuzz`` draws thousands; the default profile a few.
 """
 
 from __future__ import annotations

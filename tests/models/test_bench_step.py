@@ -43,7 +43,7 @@ def small():
     return Problem(net, batch, list(path.velocities))
 
 
-SAVINGS = ("known", "batched", "group", "recompute")
+SAVINGS = ("known", "batched", "known-batched", "group", "recompute")
 
 
 def run_all(families):
@@ -93,8 +93,8 @@ def test_contenders():
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::jagg_fx.JaggWarning")
 def test_savings_and_gates():
-    errors, _ = run_all(["exact-unrolled", "author-eager", "open", "shut", *SAVINGS])
-    for family in errors.keys() - {"exact-unrolled", "shut"}:
+    errors, _ = run_all(["exact-unrolled", "exact-batched", "author-eager", "open", "shut", *SAVINGS])
+    for family in errors.keys() - {"exact-unrolled", "exact-batched", "shut"}:
         assert errors[family] == pytest.approx(errors["author-eager"], rel=1e-3)
 
 
