@@ -2,7 +2,7 @@
 
 Each of COUNT random losses ends with the gradient of the reference, with a JaggError, or stops the run with the
 plan that failed (hypothesis shrinks it first).  Runs of different seeds draw different losses, so that a run may
-be shared among processes.  The tally, refusals by their first line, is printed at the end and every hundred losses.
+be shared among processes.  The tally, refusals by their first line, is printed at the end and every fifty losses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
             tally["left out: a gate at its threshold, or a gradient of rounding alone"] += 1
             raise
         judged = sum(n for what, n in tally.items() if not what.startswith("left out"))
-        if judged % 100 == 0:
+        if judged % 50 == 0:
             show(tally, time.monotonic() - start)
 
     # `event` speaks once per loss that was judged
