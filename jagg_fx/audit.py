@@ -108,8 +108,8 @@ class Auditor:
         self._backend.ratio = ratio
         self._step = Step(loss_fn, options, self._backend)
 
-    def __call__(self, args: tuple, kwargs: dict, step: int) -> Audit:
-        """step: whose draws and whose variant of the estimator are audited."""
+    def __call__(self, args: tuple, kwargs: dict, step: int, added: Sequence[tuple[Tensor, Tensor]] = ()) -> Audit:
+        """step: whose draws and variant are audited. added: parameters, and what is added to their gradients."""
         from .report import trainable
 
         self._backend.clock.step = step
@@ -118,10 +118,15 @@ class Auditor:
         result, self._backend.result = self._backend.result, None
         if result is None:
             raise RuntimeError("nothing to audit: no argument requires grad")
-        return _compared(args, result, self._step.options.plan.gate is not None)
+        return _compared(args, result, self._step.options.plan.gate is not None, {_key(p): b for p, b in added})
 
 
-def _compared(args: tuple, result: tuple, gated: bool) -> Audit:
+def _key(x: Tensor) -> tuple:
+    """Of a parameter, whatever alias of it is at hand."""
+    return x.data_ptr(), tuple(x.shape)
+
+
+def _compared(args: tuple, result: tuple, gated: bool, added: dict[tuple, Tensor]) -> Audit:
     exact, estimate, joint, values = result
     names = _names(args, values)
     everything = _sum(exact)
@@ -132,7 +137,9 @@ def _compared(args: tuple, result: tuple, gated: bool) -> Audit:
         is_open = bool(values[joint.opens[group.number]]) if gated and group.number in joint.opens else None
         share = _norm(a) / total if total else 0.0
         groups.append(GroupAudit(group.number, group.calls, *_compare(b, a), share, seen, is_open))
-    guess = _sum(estimate)
+    guess = {
+        k: g + added[_key(values[k])].to(g.dtype) if _key(values[k]) in added else g for k, g in _sum(estimate).items()
+    }
     squared = {k: float((guess[k] - everything[k]).double().square().sum()) for k in everything}
     whole = sum(squared.values())
     parameters = {
@@ -189,12 +196,8 @@ def _names(args: tuple, env: dict) -> dict:
         named: dict[str, Tensor] = dict(args[0].named_parameters())
     else:
         named = {pytree.keystr(k): v for k, v in pytree.tree_flatten_with_path(args[0])[0] if isinstance(v, Tensor)}
-    by_storage = {(v.data_ptr(), tuple(v.shape)): n for n, v in named.items()}
-    return {
-        node: by_storage.get((v.data_ptr(), tuple(v.shape)), node.name)
-        for node, v in env.items()
-        if isinstance(v, Tensor)
-    }
+    by_storage = {_key(v): n for n, v in named.items()}
+    return {node: by_storage.get(_key(v), node.name) for node, v in env.items() if isinstance(v, Tensor)}
 
 
 def _sum(groups: list[dict]) -> dict:

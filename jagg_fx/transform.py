@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -172,15 +172,18 @@ class Step:
 
         Takes the arguments of the step. Runs one exact step and two more backwards per group without code
         generation, with the memory of an exact step; `.grad`, parameters and `stats` stay as they are. Compares
-        as if every gate were open, and says which were.
+        as if every gate were open, and says which were. With a memory, its bias as it stands is part of the estimate
+        (not of the groups', which it does not belong to).
         """
         return self._audit(args, kwargs, self.backend.clock.step, _torch.random_state())
 
     def _audit(self, args: tuple, kwargs: dict, step: int, noise: Any) -> Audit:
         if self._auditor is None:
             self._auditor = Auditor(self.loss_fn, self.options, self.backend.ratio)
+        bias = self.memory.value() if self.memory is not None else None
+        added = [] if bias is None else [*zip(_trained(args[0]), self._where_reached(bias), strict=True)]
         with _torch.replayed(noise):
-            return self._auditor(args, kwargs, step)
+            return self._auditor(args, kwargs, step, [(p, b) for p, b in added if b is not None])
 
     def state_dict(self) -> dict[str, Any]:
         """The step count, from which random steps are drawn; the memory of estimator="memory"; what tol measured."""
@@ -224,14 +227,14 @@ class Step:
         out = self._once(args, kwargs)
         if self.backend.clock.step == before:  # no gradient
             return out
+        if self.memory is not None:
+            out = self._remembered(out, before, args, kwargs, noise)
         if every is not None and _due(before, every, self.options.plan.tol is not None):
             audit = self._audit(args, kwargs, before, noise)
             self.stats.audits.append((before, audit))
             if audit.predicted is not None:
                 self.backend.ratio.update(audit.relative_error, audit.predicted)
-        if self.memory is None:
-            return out
-        return self._remembered(out, before, args, kwargs, noise)
+        return out
 
     @contextlib.contextmanager
     def _handing(self, velocities: Any) -> Iterator[None]:
@@ -264,8 +267,7 @@ class Step:
     def _remembered(self, out: Any, step: int, args: tuple, kwargs: dict, noise: Any) -> Any:
         """The loss, with the memory's estimate of the bias added to the gradients that its backward computes."""
         assert self.memory is not None
-        first = args[0].parameters() if isinstance(args[0], nn.Module) else pytree.tree_leaves(args[0])
-        trained = [p for p in first if isinstance(p, Tensor) and p.requires_grad]
+        trained = _trained(args[0])
         elsewhere = [p for f in self._velocities if isinstance(f, nn.Module) for p in f.parameters() if p.requires_grad]
         if not trained or (isinstance(args[0], nn.Module) and not {*map(id, elsewhere)} <= {*map(id, trained)}):
             raise RefusedError(
@@ -282,10 +284,14 @@ class Step:
         bias = self.memory.value()
         if bias is None:
             return out
-        given = [b if reached else None for b, reached in zip(bias, self._reached or [True] * len(bias), strict=True)]
         loss = out[0] if self.options.has_aux else out
-        corrected = Remembered.apply(loss, given, *trained)
+        corrected = Remembered.apply(loss, self._where_reached(bias), *trained)
         return (corrected, out[1]) if self.options.has_aux else corrected
+
+    def _where_reached(self, bias: Sequence[Tensor]) -> list[Tensor | None]:
+        """None for parameters that the loss does not reach."""
+        reached = self._reached or [True] * len(bias)
+        return [b if here else None for b, here in zip(bias, reached, strict=True)]
 
     def _once(self, args: tuple, kwargs: dict) -> Any:
         self._find_velocity(args, kwargs)
@@ -388,6 +394,12 @@ def _aliased(args: tuple) -> tuple:
     made: dict[int, Tensor] = {}  # a tensor under two names stays one tensor
     first = pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), torch.ops.aten.alias(x)), args[0])
     return (first, *args[1:])
+
+
+def _trained(first: Any) -> list[Tensor]:
+    """Parameters that a gradient is asked for: of a module, or the tensors of a pytree."""
+    every = first.parameters() if isinstance(first, nn.Module) else pytree.tree_leaves(first)
+    return [p for p in every if isinstance(p, Tensor) and p.requires_grad]
 
 
 def _leaf(x: Any) -> Any:

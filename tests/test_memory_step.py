@@ -99,6 +99,22 @@ def told() -> tuple[Any, nn.Module, tuple, Grads]:
     return step, net, args, plus(without, b)
 
 
+def test_an_audit_takes_the_bias_in(told: tuple) -> None:
+    """Of the whole, and of each parameter; also the regular audits, of the step that they belong to."""
+    step, net, args, want = told
+    true = exact(net, *args)
+    audit = step.audit(net, *args)
+    assert audit.relative_error == pytest.approx(relative_error(want, true), rel=1e-9)
+    for name, (error, _) in audit.parameters.items():
+        assert error == pytest.approx(float((want[name] - true[name]).norm() / true[name].norm()), rel=1e-6)
+    assert step.memory.measured == 1
+    assert step.backend.clock.step == 1
+
+    regular = jagg_fx.transform(loss, W=4, estimator=Memory(1, 0.5, shrink=False), audit_every=1, **OWN)
+    got = gradient(regular, net, *args)  # measures, and adds at once what it measured
+    assert regular.stats.audits[-1][1].relative_error == pytest.approx(relative_error(got, true), rel=1e-9)
+
+
 def test_in_a_training_loop(told: tuple) -> None:
     """Scaling, accumulation, clipping, hooks: of the sum of both parts."""
     step, net, args, want = told
