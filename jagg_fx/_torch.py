@@ -189,6 +189,105 @@ def inductor_options(mode: str | None, options: dict[str, Any] | None) -> dict[s
 
 @contextlib.contextmanager
 def _compile_context() -> Any:
+    with _schema_once_a_body(), _shapes_once_a_body(), _backward_twice():
+        yield
+
+
+@contextlib.contextmanager
+def _schema_once_a_body() -> Any:
+    """invoke_subgraph looks for writes to its operands by a trace of the body, at every call: once a body is enough.
+
+    The key is that of torch's own cache of the same schema, which only functionalisation asks. Dynamo compiles one
+    frame at a time, so that no other thread sees the switch.
+    """
+    known: dict[tuple, tuple] = {}
+
+    def gen_schema(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        key = (id(subgraph), identifier, tuple(map(type, operands)))
+        if key not in known:  # the body is kept: its id is not given to another
+            found = type(invoke_subgraph).gen_schema(invoke_subgraph, subgraph, identifier, *operands)
+            known[key] = subgraph, found
+        return known[key][1]
+
+    before = vars(invoke_subgraph).get("gen_schema")
+    invoke_subgraph.gen_schema = gen_schema  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del invoke_subgraph.gen_schema
+        else:
+            invoke_subgraph.gen_schema = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _shapes_once_a_body() -> Any:
+    """The shapes that a body returns are worked out once for all of its calls.
+
+    Torch keeps them too, but by the offsets of its operands in their storage as well: the states of a trajectory are
+    slices of one tensor, each at another. Outputs that share memory with an operand or each other are left to torch.
+    """
+    fakes = getattr(torch._higher_order_ops.utils, "registered_hop_fake_fns", {})
+    original = fakes.get(invoke_subgraph)
+    if original is None:
+        yield
+        return
+    known: dict[tuple, tuple] = {}
+
+    def fake(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        looks = [_look(x) for x in operands]
+        if None in looks:
+            return original(subgraph, identifier, *operands)
+        key = (id(getattr(subgraph, "subgraph", subgraph)), type(subgraph), identifier, *looks)
+        if key not in known:
+            out = original(subgraph, identifier, *operands)
+            known[key] = subgraph, _made_again(out, operands)  # the body is kept: its id is not given to another
+            return out
+        found = known[key][1]
+        return original(subgraph, identifier, *operands) if found is None else found()
+
+    fakes[invoke_subgraph] = fake
+    try:
+        yield
+    finally:
+        fakes[invoke_subgraph] = original
+
+
+def _look(x: Any) -> tuple | None:
+    """What the shapes of a body's outputs may depend on; None for what has no fixed shape."""
+    if not isinstance(x, torch.Tensor):
+        return (type(x), x) if isinstance(x, (int, type(None))) else None
+    sizes = (*x.shape, *x.stride()) if x.layout == torch.strided else (None,)
+    if not isinstance(x, FakeTensor) or not all(isinstance(n, int) for n in sizes):
+        return None
+    return (x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg(), x.dim(), *sizes)
+
+
+def _made_again(out: Any, operands: Sequence[Any]) -> Callable | None:
+    """What makes outputs like these, where each is a tensor with memory of its own."""
+    if not isinstance(out, (tuple, list)):
+        return None
+    tensors = [x for x in out if x is not None]
+    if any(_look(x) is None or not isinstance(x, torch.Tensor) or x.is_conj() or x.is_neg() for x in tensors):
+        return None
+    own = [x.untyped_storage()._cdata for x in tensors]
+    others = {x.untyped_storage()._cdata for x in operands if isinstance(x, torch.Tensor)}
+    if len({*own}) < len(own) or others & {*own}:
+        return None
+    likes = [None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device) for x in out]
+    kind = type(out)
+
+    def make() -> Any:
+        return kind(
+            None if like is None else torch.empty_strided(like[0], like[1], dtype=like[2], device=like[3])
+            for like in likes
+        )
+
+    return make
+
+
+@contextlib.contextmanager
+def _backward_twice() -> Any:
     """Compile a backward that may run twice: with donated buffers, backward(retain_graph=True) is an error.
 
     The config switch alone does not do: torch reads it again when the backward runs.
