@@ -12,7 +12,23 @@ from torch import fx
 
 from jagg_fx.plan import Plan
 
-from . import again, batch, branch, control, find, gate, group, isolate, known, merge, prune, settle, slim, whole
+from . import (
+    accumulate,
+    again,
+    batch,
+    branch,
+    control,
+    find,
+    gate,
+    group,
+    isolate,
+    known,
+    merge,
+    prune,
+    settle,
+    slim,
+    whole,
+)
 from .joint import Joint, copied, is_call, subgraph, view_chain
 from .verify import verify
 
@@ -28,6 +44,7 @@ PASSES = (
     known.run,  # its forward too, where the caller has its velocity
     slim.run,  # and with it what its forward kept for it
     again.run,  # forwards done again, rather than kept, where memory is wanted more than time
+    accumulate.run,  # gradients added up where they are made
     whole.run,  # groups one after the other, for the same
     settle.run,  # no operator of ours is left
 )

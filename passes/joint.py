@@ -28,6 +28,7 @@ class Site:
     hidden: fx.Node | None = None  # the input of its last layer, for gate="head"
     part: int | None = None  # which of the timesteps of its call it is, where one call is made for several
     given: fx.Node | None = None  # its velocity as the caller handed it in
+    sums: list[int] = field(default_factory=list)  # arguments of `backward` that it adds its own gradients to
 
     @property
     def operands(self) -> list[fx.Node]:

@@ -22,7 +22,16 @@ def verify(joint: Joint, after: str) -> None:
         joint.graph.lint()
     except Exception as error:
         raise VerifyError(f"after {after}: the graph is not well formed: {error}") from error
-    rules = (_names_are_alive, _no_marker, _calls_are_closed, _independent, _one_role, _regions_fit, _branches_agree)
+    rules = (
+        _names_are_alive,
+        _no_marker,
+        _calls_are_closed,
+        _independent,
+        _one_role,
+        _sums_are_added,
+        _regions_fit,
+        _branches_agree,
+    )
     for rule in rules:
         _report(rule(joint), after)
     if after == "merge":
@@ -62,7 +71,7 @@ def _calls_are_closed(joint: Joint) -> str | None:
             continue
         operands = set(site.operands)
         for position, arg in enumerate(site.backward.args[2:], start=2):
-            if position in site.cotangents or not isinstance(arg, fx.Node):
+            if position in (*site.cotangents, *site.sums) or not isinstance(arg, fx.Node):
                 continue
             chain = view_chain(arg)
             if any(n in operands for n in chain):
@@ -82,7 +91,11 @@ def _independent(joint: Joint) -> str | None:
     backward = {s.backward: i for i, s in joint.sites.items() if s.backward is not None}
     above: dict[fx.Node, set[int]] = {}  # calls whose backward a node depends on
     for node in joint.graph.nodes:
-        calls = set().union(*(above[i] for i in node.all_input_nodes)) if node.all_input_nodes else set()
+        inputs = node.all_input_nodes
+        if node in backward:  # the sums of earlier gradients feed nothing but its own sums: see `_sums_are_added`
+            sums = joint.sites[backward[node]].sums
+            inputs = [a for i, a in enumerate(node.args) if i not in sums and isinstance(a, fx.Node)]
+        calls = set().union(*(above[i] for i in inputs)) if inputs else set()
         if node in backward:
             if calls:
                 return f"the backward of call {calls.pop()} feeds that of call {backward[node]}"
@@ -99,6 +112,20 @@ def _one_role(joint: Joint) -> str | None:
             other = pruned.get(joint.sites[call].backward)
             if other is not None and joint.sites[call].backward is not None:
                 return f"call {call} keeps the backward that it shares with call {other}, which is pruned"
+    return None
+
+
+def _sums_are_added(joint: Joint) -> str | None:
+    """A sum of earlier gradients goes into one addition of its backward, whose result the backward returns."""
+    for site in (s for s in joint.sites.values() if s.sums and s.backward is not None):
+        body = body_of(joint.gm, site.backward)
+        inputs, returned = body.graph.find_nodes(op="placeholder"), results(body.graph)
+        for position in site.sums:
+            users = list(inputs[position - 2].users)
+            if len(users) != 1 or not is_call(users[0], torch.ops.aten.add.Tensor) or returned.count(users[0]) != 1:
+                return (
+                    f"{site.backward.name} does not return the sum {inputs[position - 2].name} with its gradient added"
+                )
     return None
 
 
