@@ -120,12 +120,11 @@ def _sums_are_added(joint: Joint) -> str | None:
     for site in (s for s in joint.sites.values() if s.sums and s.backward is not None):
         body = body_of(joint.gm, site.backward)
         inputs, returned = body.graph.find_nodes(op="placeholder"), results(body.graph)
-        for position in site.sums:
-            users = list(inputs[position - 2].users)
-            if len(users) != 1 or not is_call(users[0], torch.ops.aten.add.Tensor) or returned.count(users[0]) != 1:
-                return (
-                    f"{site.backward.name} does not return the sum {inputs[position - 2].name} with its gradient added"
-                )
+        for before in (inputs[position - 2] for position in site.sums):
+            users = list(before.users)
+            fine = len(users) == 1 and is_call(users[0], torch.ops.aten.add.Tensor)
+            if not fine or users[0].args.count(before) != 1 or returned.count(users[0]) != 1:
+                return f"{site.backward.name} does not return the sum {before.name} with its gradient added"
     return None
 
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 
 import pytest
 import torch
-from jagg_fx.passes import PASSES, outline, repeats, rewrite, segments
-from jagg_fx.passes.joint import Joint, expressions, insert, is_region, results, sort
+from jagg_fx.passes import PASSES, accumulate, outline, repeats, rewrite, segments
+from jagg_fx.passes.joint import (
+    Joint,
+    expressions,
+    getitems,
+    insert,
+    is_call,
+    is_region,
+    outputs,
+    results,
+    sort,
+    value,
+)
 from jagg_fx.passes.verify import verify
 from torch import nn
 
@@ -154,6 +166,38 @@ def test_branch_puts_each_gated_group_behind_one_cond_in_one_shared_region() -> 
     assert regions(merged) == {backward: 2}
     assert regions(exact)[backward] == 3
     assert sum(regions(exact).values()) == 4  # one forward again, for the one interior step
+
+
+def test_gradients_are_summed_inside_of_the_backwards() -> None:
+    """One addition less for each parameter and backward in the graph: one body makes them, call after call."""
+    before, joint = after("again", NO_GATE), after("accumulate", NO_GATE)
+    adds = [len(j.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)) for j in (before, joint)]
+    order = {n: i for i, n in enumerate(joint.graph.nodes)}
+    kept = sorted((s for s in joint.sites.values() if s.backward is not None), key=lambda s: order[s.backward])
+    parameters = 4
+    assert adds[0] - adds[1] == parameters * (len(kept) - 1) > 0
+    assert not kept[0].sums
+    assert len({s.backward.args[0].target for s in kept[1:]}) == 1
+    for earlier, site in pairwise(kept):
+        assert {site.backward.args[i].args[0] for i in site.sums} == {earlier.backward}
+        assert len(site.sums) == parameters
+    total = [n for n in outputs(joint.graph).all_input_nodes if is_call(n, operator.getitem)]
+    assert sum(n.args[0] is kept[-1].backward for n in total) == parameters
+
+
+def test_a_gradient_that_something_else_reads_stays_outside_of_the_sums() -> None:
+    joint = after("again", NO_GATE)
+    site = next(s for s in joint.sites.values() if s.backward is not None)
+    read = next(n for nodes in getitems(site.backward).values() for n in nodes)
+    (add,) = read.users
+    with joint.graph.inserting_after(read):
+        twice = joint.graph.call_function(torch.ops.aten.mul.Tensor, (read, 2.0))
+    twice.meta["val"] = value(read)
+    add.replace_input_with(read, twice)
+    accumulate.run(joint)
+    verify(joint, "accumulate")
+    assert len(twice.users) == 1
+    assert len(site.sums) in (0, 3)
 
 
 def test_no_gate_leaves_no_branch() -> None:

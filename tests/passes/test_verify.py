@@ -99,6 +99,23 @@ def test_an_endpoint_pruned_by_mistake() -> None:
     caught(joint, "prune", "3 backward calls are in the graph, the plan keeps 4")
 
 
+@pytest.mark.parametrize("how", ["dropped", "added twice", "not returned"])
+def test_a_sum_of_gradients_that_is_not_carried_on(how: str) -> None:
+    joint = after("accumulate", NO_GATE)
+    site = next(s for s in joint.sites.values() if s.sums)
+    body = getattr(joint.gm, site.backward.args[0].target)
+    before = body.graph.find_nodes(op="placeholder")[site.sums[0] - 2]
+    (add,) = before.users
+    own = next(n for n in add.args if n is not before)
+    if how == "dropped":
+        add.replace_input_with(before, own)
+    elif how == "added twice":
+        add.replace_input_with(own, before)
+    else:
+        outputs(body.graph).replace_input_with(add, own)
+    caught(joint, "accumulate", "with its gradient added")
+
+
 def test_a_site_that_names_an_erased_backward() -> None:
     joint = after("prune", NO_GATE)
     from jagg_fx.passes.prune import remove
