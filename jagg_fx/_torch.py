@@ -189,7 +189,7 @@ def inductor_options(mode: str | None, options: dict[str, Any] | None) -> dict[s
 
 @contextlib.contextmanager
 def _compile_context() -> Any:
-    with _schema_once_a_body(), _shapes_once_a_body(), _backward_twice():
+    with _schema_once_a_body(), _shapes_once_a_body(), _calls_without_backward(), _backward_twice():
         yield
 
 
@@ -284,6 +284,40 @@ def _made_again(out: Any, operands: Sequence[Any]) -> Callable | None:
         )
 
     return make
+
+
+@contextlib.contextmanager
+def _calls_without_backward() -> Any:
+    """Torch 2.11 pairs a body's calls with its backwards by their number, and stops where a call has no backward.
+
+    Such a call (its velocity is detached, say) is given a name that is not counted. Newer versions pair by an id.
+    """
+    module, name = torch._functorch._aot_autograd.graph_compile, "run_joint_graph_passes_on_hops"
+    original = getattr(module, name, None)
+    if original is None or "call_id" in original.__code__.co_consts:
+        yield
+        return
+
+    def paired(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        calls = [n for n in joint.graph.nodes if n.target is invoke_subgraph and isinstance(n.args[1], str)]
+        forwards = [n for n in calls if n.args[1].startswith("fw")]
+        backwards = [n for n in calls if n.args[1].startswith("bw")]
+        if len(forwards) == len(backwards):
+            return original(joint, *args, **kwargs)
+        for backward in backwards:
+            operands = backward.args[2:]  # those of its forward come first
+            own = next((f for f in forwards if operands[: len(f.args) - 2] == f.args[2:]), None)
+            if own is not None:
+                forwards.remove(own)
+        for alone in forwards:
+            alone.update_arg(1, f"alone_{alone.args[1]}")
+        return original(joint, *args, **kwargs)
+
+    setattr(module, name, paired)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 @contextlib.contextmanager

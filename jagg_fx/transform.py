@@ -119,9 +119,22 @@ class Step:
         self.__name__ = f"jagg_fx.transform({getattr(loss_fn, '__name__', 'loss_fn')})"
 
     def _compile(self, backend: Backend) -> Callable:
-        return torch.compile(
-            _own_code(self.loss_fn, self.options.has_aux), backend=backend, fullgraph=True, dynamic=self.options.dynamic
-        )
+        """Compiled once for each set of parameters that train.
+
+        Dynamo's guards of a module's parameters may be skipped as long as the module's dictionaries are the same: torch
+        2.11 then misses that one was frozen or thawed, and gives it no gradient.
+        """
+        made: dict[tuple, Callable] = {}
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            modules = [m for m in (*args, *kwargs.values(), *self._velocities) if isinstance(m, nn.Module)]
+            trains = tuple(p.requires_grad for m in modules for p in m.parameters())
+            if trains not in made:
+                code = _own_code(self.loss_fn, self.options.has_aux)
+                made[trains] = torch.compile(code, backend=backend, fullgraph=True, dynamic=self.options.dynamic)
+            return made[trains](*args, **kwargs)
+
+        return run
 
     def __reduce__(self) -> tuple:
         # A copy captures anew: compiled code and guards belong to one process.
