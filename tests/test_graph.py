@@ -60,7 +60,7 @@ def test_bodies_do_not_multiply_with_the_number_of_timesteps() -> None:
         assert not [n for n in names if any(op in n for op in ("mm", "silu", "sigmoid", "sin", "cat"))]
     assert few[4, 3] == few[16, 3] == few[16, 1]
     assert few[4, 3][0] == 3  # a forward body, a backward body, and one that adds to the sums of earlier ones
-    assert few[4, 3][1] <= 3  # and a forward that saves nothing, for the interior
+    assert few[4, 3][1] <= 4  # and a forward that saves nothing, for the interior
     assert work[16, 3] == work[16, 1]
 
 
