@@ -16,6 +16,8 @@ PER_STEP = ("exact-steps", "exact-steps-eager")
 CHECKPOINT = ("exact-checkpoint", "exact-checkpoint-eager")
 EXACT = ("exact-unrolled", "exact-unrolled-eager", "exact-flat", *PER_STEP, *CHECKPOINT)
 AUTHOR = ("author", "author-eager")
+COLOURS = {"exact": "tab:gray", "author": "tab:orange", "half": "tab:green"}
+"""By how the name of a family starts; ours are blue."""
 
 
 class Results:
@@ -270,15 +272,7 @@ def picture(r: Results, path: Path) -> None:
         own, back, bound = median(e), median(e, "backward_seconds"), r.bound(e["cost"])
         assert own is not None
         spread = [[own - min(e["seconds"])], [max(e["seconds"]) - own]]
-        colour = (
-            "tab:gray"
-            if e["exact"] and e["family"].startswith("exact")
-            else "tab:orange"
-            if e["family"] in AUTHOR
-            else "tab:blue"
-        )
-        if e["family"].startswith("half"):
-            colour = "tab:green"
+        colour = next((c for start, c in COLOURS.items() if e["family"].startswith(start)), "tab:blue")
         left.barh(y, own, color=colour, alpha=0.5, xerr=spread, error_kw={"elinewidth": 0.8})
         if back is not None:
             left.barh(y, back, left=own - back, color=colour)

@@ -16,6 +16,8 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .errors import RefusedError
+
 cond = torch.ops.higher_order.cond
 
 __all__ = ["CustomGraphPass", "cond", "invoke_subgraph"]
@@ -194,6 +196,21 @@ def _compile_context() -> Any:
 
 
 @contextlib.contextmanager
+def _in_place_of(names: Any, name: Any, new: Any) -> Any:
+    """Another entry in a dictionary, or in the attributes of an object (`vars`), for a while."""
+    missing = object()
+    before = names.get(name, missing)
+    names[name] = new
+    try:
+        yield
+    finally:
+        if before is missing:
+            del names[name]
+        else:
+            names[name] = before
+
+
+@contextlib.contextmanager
 def _schema_once_a_body() -> Any:
     """invoke_subgraph looks for writes to its operands by a trace of the body, at every call: once a body is enough.
 
@@ -209,15 +226,8 @@ def _schema_once_a_body() -> Any:
             known[key] = subgraph, found
         return known[key][1]
 
-    before = vars(invoke_subgraph).get("gen_schema")
-    invoke_subgraph.gen_schema = gen_schema  # type: ignore[method-assign]
-    try:
+    with _in_place_of(vars(invoke_subgraph), "gen_schema", gen_schema):
         yield
-    finally:
-        if before is None:
-            del invoke_subgraph.gen_schema
-        else:
-            invoke_subgraph.gen_schema = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -246,11 +256,8 @@ def _shapes_once_a_body() -> Any:
         found = known[key][1]
         return original(subgraph, identifier, *operands) if found is None else found()
 
-    fakes[invoke_subgraph] = fake
-    try:
+    with _in_place_of(fakes, invoke_subgraph, fake):
         yield
-    finally:
-        fakes[invoke_subgraph] = original
 
 
 def _look(x: Any) -> tuple | None:
@@ -313,11 +320,8 @@ def _calls_without_backward() -> Any:
             alone.update_arg(1, f"alone_{alone.args[1]}")
         return original(joint, *args, **kwargs)
 
-    setattr(module, name, paired)
-    try:
+    with _in_place_of(vars(module), name, paired):
         yield
-    finally:
-        setattr(module, name, original)
 
 
 @contextlib.contextmanager
@@ -331,12 +335,8 @@ def _backward_twice() -> Any:
         with torch._functorch.config.patch(donated_buffer=False):
             yield
         return
-    before = getattr(module, name)
-    setattr(module, name, lambda *args, **kwargs: [])
-    try:
+    with _in_place_of(vars(module), name, lambda *args, **kwargs: []):
         yield
-    finally:
-        setattr(module, name, before)
 
 
 attention = torch._C._nn.scaled_dot_product_attention
@@ -378,6 +378,32 @@ def outside_functorch() -> Any:
 def needs_functorch_grad(x: Any) -> bool:
     """Whether the innermost torch.func transform differentiates with respect to this value."""
     return isinstance(x, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(x) and x.requires_grad
+
+
+class _OneDerivative(torch.autograd.Function):
+    """A value as it is, whose gradient has no graph: asking for one is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RefusedError(
+                "The gradient of a step was asked for with create_graph=True, and has no second derivative: terms made "
+                "of it would get no gradient. Compute them from the untransformed loss."
+            )
+        return g
+
+
+def once_differentiable(loss: Any) -> Any:
+    """A loss whose second derivative is an error, where torch does not see to that itself.
+
+    2.11 detaches what a compiled function saves of views, and then gives gradients without a graph and without a word.
+    """
+    old = torch.__version__ < "2.12" and isinstance(loss, torch.Tensor) and loss.requires_grad
+    return _OneDerivative.apply(loss) if old else loss
 
 
 def unwrap_backend_error(error: BaseException) -> BaseException:

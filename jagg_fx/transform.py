@@ -327,7 +327,9 @@ class Step:
             return self._once(args, kwargs)
         if isinstance(out, tuple) and isinstance(out[0], str) and out[0] == _WRONG:
             raise CaptureError(out[1])
-        return out
+        if self.options.has_aux:
+            return _torch.once_differentiable(out[0]), out[1]
+        return _torch.once_differentiable(out)
 
     def _marking(self) -> list[tuple[list, Callable]]:
         """Where to put the marking call of each velocity, and that call: one object for ever (guards compare it)."""

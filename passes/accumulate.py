@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .joint import Joint, body_of, call_region, fresh, getitems, is_call, item, results, value
+from .joint import Joint, body_of, call_region, fresh, getitems, is_call, stand_in, value
 
 ADD = torch.ops.aten.add.Tensor
 
@@ -43,7 +43,9 @@ def run(joint: Joint) -> bool:
     made: dict[tuple, str] = {}
     for backward in backwards:
         own = {s.outputs[backward]: s for s in sums if backward in s.outputs}
-        _add_inside(joint, backward, own, made)  # type: ignore[arg-type]
+        replaced = _add_inside(joint, backward, own, made)  # type: ignore[arg-type]
+        for s in sums:
+            s.others = [replaced.get(n, n) for n in s.others]
     for s in sums:
         _finish(joint.graph, s)
     return bool(sums)
@@ -85,8 +87,9 @@ def _sum(root: fx.Node, backwards: set[fx.Node]) -> Sum:
     return found
 
 
-def _add_inside(joint: Joint, backward: fx.Node, own: dict[int, Sum], made: dict[tuple, str]) -> None:
-    """Let a backward add its gradients to the sums of those that ran before it."""
+def _add_inside(joint: Joint, backward: fx.Node, own: dict[int, Sum], made: dict[tuple, str]) -> dict[fx.Node, fx.Node]:
+    """Let a backward add its gradients to the sums of those that ran before it. Returns its outputs, old and new."""
+    replaced: dict[fx.Node, fx.Node] = {}
     known = {i: s for i, s in own.items() if s.total is not None}
     if known:
         name = backward.args[0].target  # type: ignore[union-attr]
@@ -98,12 +101,7 @@ def _add_inside(joint: Joint, backward: fx.Node, own: dict[int, Sum], made: dict
         attr, args = made[key], (*backward.args[2:], *(s.total for s in known.values()))
         with joint.graph.inserting_before(backward):
             node = call_region(joint.graph, getattr(joint.gm, attr), attr, args)  # type: ignore[arg-type]
-            for index, nodes in getitems(backward).items():
-                out = item(joint.graph, node, index)
-                for old in nodes:
-                    old.replace_all_uses_with(out)
-                    joint.graph.erase_node(old)
-        joint.graph.erase_node(backward)
+        replaced = stand_in(joint.graph, backward, node, {i: i for i in getitems(backward)})
         for site in joint.sites.values():
             if site.backward is backward:
                 site.backward, site.sums = node, list(range(2 + len(args) - len(known), 2 + len(args)))
@@ -111,28 +109,22 @@ def _add_inside(joint: Joint, backward: fx.Node, own: dict[int, Sum], made: dict
     items = getitems(backward)
     for index, s in own.items():
         (s.total,) = items[index]
+    return replaced
 
 
 def _with_sums(body: fx.GraphModule, indices: list[int]) -> fx.GraphModule:
     """A copy of a backward's body that takes the sums so far as its last inputs, and returns the new ones."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    inputs: dict[int, fx.Node] = {}
-    returned = results(body.graph)
-    last = body.graph.find_nodes(op="placeholder")[-1]
-    for node in body.graph.nodes:
-        if node.op == "output":
-            out = [env[n] if isinstance(n, fx.Node) else n for n in returned]
-            for index, before in inputs.items():
-                out[index] = graph.call_function(ADD, (before, out[index]))
-                out[index].meta["val"] = value(before)
-            graph.output(tuple(out))
-            continue
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        if node is last:
-            for index in indices:
-                inputs[index] = graph.placeholder(f"sum_{index}")
-                inputs[index].meta["val"] = value(returned[index])
+    returned: Any = graph.graph_copy(body.graph, env)
+    out, last = list(returned), env[body.graph.find_nodes(op="placeholder")[-1]]
+    for index in indices:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"so_far_{index}")  # a name of its own: an argument is known by its target
+        last.meta["val"] = value(out[index])
+        out[index] = graph.call_function(ADD, (last, out[index]))
+        out[index].meta["val"] = value(last)
+    graph.output(tuple(out))
     new = fx.GraphModule(body, graph)
     new.meta = dict(body.meta)
     return new

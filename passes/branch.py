@@ -19,7 +19,7 @@ from torch import fx
 from jagg_fx import _torch
 from jagg_fx.plan import Group
 
-from .joint import Joint, Site, body_of, call_region, fresh, getitems, insert, is_call, item, results, sort
+from .joint import Joint, Site, body_of, call_region, fresh, getitems, insert, is_call, item, results, sort, stand_in
 from .merge import in_memory
 from .prune import remove, vanish
 
@@ -101,12 +101,7 @@ def _skip(joint: Joint, site: Site, made: dict[tuple, str]) -> None:
         joint.gm.register_module(made[key], _choice(root, ("runs", "skipped"), operands.nodes, runs))
     with joint.graph.inserting_before(site.backward):
         node = call_region(joint.graph, getattr(joint.gm, made[key]), made[key], [runs, *operands.nodes])
-        for o, index in enumerate(wanted):
-            gradient = item(joint.graph, node, o)
-            for old in getitems(site.backward)[index]:
-                old.replace_all_uses_with(gradient)
-                joint.graph.erase_node(old)
-    joint.graph.erase_node(site.backward)
+    stand_in(joint.graph, site.backward, node, {index: o for o, index in enumerate(wanted)})  # type: ignore[arg-type]
     site.backward = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,25 @@ def item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     out = graph.call_function(operator.getitem, (node, index))
     out.meta["val"] = node.meta["val"][index]
     return out
+
+
+def stand_in(graph: fx.Graph, old: fx.Node, new: fx.Node, places: Mapping[int, int]) -> dict[fx.Node, fx.Node]:
+    """Let what reads output i of one call read output places[i] of another, and erase the first.
+
+    Nothing may read those of its outputs that have no place. Returns the erased outputs with what is in their place.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    for index, nodes in getitems(old).items():
+        if index in places:
+            with graph.inserting_before(old):
+                out = item(graph, new, places[index])
+            for node in nodes:
+                node.replace_all_uses_with(out)
+                replaced[node] = out
+        for node in nodes:
+            graph.erase_node(node)
+    graph.erase_node(old)
+    return replaced
 
 
 _VIEWS = {

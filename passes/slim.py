@@ -6,10 +6,12 @@ for a backward; what a body would hand through from its operands (parameters, mo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from .joint import Joint, body_of, call_region, fresh, getitems, item, results, view_chain
+from .joint import Joint, body_of, call_region, fresh, getitems, item, results, stand_in, view_chain
 
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -68,28 +70,15 @@ def slim(joint: Joint, forward: fx.Node, made: dict[tuple, str]) -> fx.Node:
     attr = made[key]
     with joint.graph.inserting_before(forward):
         node = call_region(joint.graph, getattr(joint.gm, attr), attr, forward.args[2:])
-        for new, old in enumerate(used):
-            out = item(joint.graph, node, new)
-            for g in read.pop(old):
-                g.replace_all_uses_with(out)
-                joint.graph.erase_node(g)
-    for nodes in read.values():
-        for g in nodes:
-            joint.graph.erase_node(g)
-    joint.graph.erase_node(forward)
+    stand_in(joint.graph, forward, node, {old: new for new, old in enumerate(used)})
     return node
 
 
 def narrowed(body: fx.GraphModule, used: tuple[int, ...]) -> fx.GraphModule:
     """A copy of a body that returns only these outputs."""
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    returned = results(body.graph)
-    for node in body.graph.nodes:
-        if node.op == "output":
-            graph.output(tuple(env[returned[i]] for i in used))
-        else:
-            env[node] = graph.node_copy(node, lambda n: env[n])
+    returned: Any = graph.graph_copy(body.graph, {})
+    graph.output(tuple(returned[i] for i in used))
     out = fx.GraphModule(body, graph)
     out.graph.eliminate_dead_code()
     out.recompile()

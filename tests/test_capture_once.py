@@ -17,7 +17,7 @@ INVOKE = _torch.invoke_subgraph
 FAKES = torch._higher_order_ops.utils.registered_hop_fake_fns
 
 
-def captured(T: int, rewrite: bool = True) -> tuple[int, int]:
+def captured(T: int) -> tuple[int, int]:
     """How often the schema and the shapes of a body were worked out in a capture of T calls."""
     net, zs, ts = MLP(3, 4), torch.randn(T, 2, 3), torch.linspace(0.9, 0.1, T)
 
@@ -25,13 +25,13 @@ def captured(T: int, rewrite: bool = True) -> tuple[int, int]:
         return sum((net(zs[k], ts[k]) ** 2).mean() for k in range(T))
 
     schemas, shapes = mock.Mock(), mock.Mock()
-    kind, original, fake = type(_torch.invoke_subgraph), type(_torch.invoke_subgraph).gen_schema, FAKES[INVOKE]
-    with mock.patch.object(kind, "gen_schema", lambda *args: (schemas(), original(*args))[1]):
-        FAKES[INVOKE] = lambda *args: (shapes(), fake(*args))[1]
-        try:
-            jagg_fx.transform(loss, W=4, gate=None, compiler="eager")(net, zs, ts).backward()
-        finally:
-            FAKES[INVOKE] = fake
+    kind, fake = type(INVOKE), FAKES[INVOKE]
+    original = kind.gen_schema
+    with (
+        mock.patch.object(kind, "gen_schema", lambda *args: (schemas(), original(*args))[1]),
+        mock.patch.dict(FAKES, {INVOKE: lambda *args: (shapes(), fake(*args))[1]}),
+    ):
+        jagg_fx.transform(loss, W=4, gate=None, compiler="eager")(net, zs, ts).backward()
     return schemas.call_count, shapes.call_count
 
 

@@ -13,7 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from jagg_fx.memory import BiasMemory
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this build of torch has no gloo"
+)
 
 
 def _rank(rank: int, meeting: str) -> None:
