@@ -218,10 +218,9 @@ def _saved(gm: fx.GraphModule, inputs: Any, num_fwd_outputs: int) -> int:
 
 def _backwards(joint: Joint) -> int:
     """Backward calls that run if every gate is open."""
-    gated = {g.number for g in joint.groups if g.number in joint.opens}
+    gated = [g for g in joint.groups if g.number in joint.opens]
     direct = sum(s.backward is not None for s in joint.sites.values())
-    branched = sum(len(g.kept) for g in joint.groups if g.number in gated and joint.sites[g.calls[0]].backward is None)
-    return direct + branched
+    return direct + sum(joint.sites[c].backward is None for g in gated for c in g.kept)
 
 
 def _side(joint: Joint, saved: int) -> Side:

@@ -5,9 +5,10 @@ gradients of several calls lie in memory side by side; of a large network with f
 matrix products. Inside of a backward each product is added to its sum as soon as it is there, and two sets of
 gradients are alive at a time, whatever the number of timesteps.
 
-Assumes: pruned and slimmed, sorted. Leaves: backward calls that take the sums so far as further operands (`Site.sums`)
-and return them with their own gradients added, in the order in which the calls run. Sums are regrouped for that, which
-changes their rounding. Gradients that are cast on their way to a sum, or read by something else, stay as they are.
+Assumes: pruned and slimmed, sorted. Leaves: backward calls, and calls of gated groups, that take the sums so far as
+further operands (`Joint.sums`) and return them with their own gradients added, in the order in which the calls run; in
+the branches of a gate the same. Sums are regrouped for that, which changes their rounding. Gradients that are cast on
+their way to a sum, or read by something else, stay as they are.
 """
 
 from __future__ import annotations
@@ -20,35 +21,55 @@ from typing import Any
 import torch
 from torch import fx
 
-from .joint import Joint, body_of, call_region, fresh, getitems, is_call, stand_in, value
+from .joint import Joint, body_of, call_region, choices, fresh, getitems, is_call, stand_in, value
 
 ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass
 class Sum:
-    """Additions whose result is `root`: of at most one output of each of some backwards, and of other terms."""
+    """Additions whose result is `root`: of at most one output of each of some calls, and of other terms."""
 
     root: fx.Node
-    outputs: dict[fx.Node, int] = field(default_factory=dict)  # by backward: which of its outputs
+    outputs: dict[fx.Node, int] = field(default_factory=dict)  # by call: which of its outputs
     others: list[fx.Node] = field(default_factory=list)
-    total: fx.Node | None = None  # of the backwards seen so far
+    total: fx.Node | None = None  # of the calls seen so far; at first an input of the graph, if that is a term
 
 
 def run(joint: Joint) -> bool:
-    order = {n: i for i, n in enumerate(joint.graph.nodes)}
-    backwards = sorted({s.backward for s in joint.sites.values() if s.backward in order}, key=order.__getitem__)  # type: ignore[type-var, arg-type]
-    found = [_sum(root, {*backwards}) for root in _roots(joint.graph)]  # type: ignore[arg-type]
-    sums = [s for s in found if len(s.outputs) > 1]
     made: dict[tuple, str] = {}
-    for backward in backwards:
-        own = {s.outputs[backward]: s for s in sums if backward in s.outputs}
-        replaced = _add_inside(joint, backward, own, made)  # type: ignore[arg-type]
-        for s in sums:
-            s.others = [replaced.get(n, n) for n in s.others]
+    replaced = _add_up(joint, joint.gm, made)
+    for site in joint.sites.values():
+        site.backward = replaced.get(site.backward, site.backward)  # type: ignore[arg-type]
+    called = [body_of(joint.gm, n) for n in joint.backwards(joint.graph)]
+    branches = {branch: None for body in called for _, both in choices(body) for branch in both}
+    inside = [_add_up(joint, branch, made) for branch in branches]
+    return bool(replaced or any(inside))
+
+
+def _add_up(joint: Joint, gm: fx.GraphModule, made: dict[tuple, str]) -> dict[fx.Node, fx.Node]:
+    """Hand the sums in a graph from call to call. Returns the calls, old and new."""
+    calls = joint.backwards(gm.graph)
+    found = [_sum(root, {*calls}) for root in _roots(gm.graph)]
+    sums = [s for s in found if len(s.outputs) + (s.total is not None) > 1]
+    swapped: dict[fx.Node, fx.Node] = {}
+    for call in calls:
+        own = {s.outputs[call]: s for s in sums if call in s.outputs}
+        known = {i: s for i, s in own.items() if s.total is not None}
+        node = call
+        if known:
+            node, erased = _add_inside(joint, gm, call, known, made)
+            for s in sums:
+                s.others = [erased.get(n, n) for n in s.others]
+            swapped[call] = node
+        items = getitems(node)
+        for index, s in own.items():
+            (s.total,) = items[index]
     for s in sums:
-        _finish(joint.graph, s)
-    return bool(sums)
+        _finish(gm.graph, s)
+    if swapped:
+        gm.recompile()
+    return swapped
 
 
 def _terms(node: Any) -> tuple[fx.Node, fx.Node] | None:
@@ -70,7 +91,7 @@ def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _sum(root: fx.Node, backwards: set[fx.Node]) -> Sum:
+def _sum(root: fx.Node, calls: set[fx.Node]) -> Sum:
     found, todo = Sum(root), [root]
     while todo:
         node = todo.pop()
@@ -79,55 +100,64 @@ def _sum(root: fx.Node, backwards: set[fx.Node]) -> Sum:
             todo += reversed(terms)
             continue
         source = node.args[0] if is_call(node, getitem) else None
-        alone = source in backwards and len(node.users) == 1 and len(getitems(source)[node.args[1]]) == 1  # type: ignore[arg-type, index]
-        if alone and source not in found.outputs and _look(node) == _look(root):
+        alone = source in calls and len(node.users) == 1 and len(getitems(source)[node.args[1]]) == 1  # type: ignore[arg-type, index]
+        if _look(node) != _look(root):
+            found.others.append(node)
+        elif alone and source not in found.outputs:
             found.outputs[source] = node.args[1]  # type: ignore[index, assignment]
+        elif node.op == "placeholder" and found.total is None:
+            found.total = node
         else:
             found.others.append(node)
     return found
 
 
-def _add_inside(joint: Joint, backward: fx.Node, own: dict[int, Sum], made: dict[tuple, str]) -> dict[fx.Node, fx.Node]:
-    """Let a backward add its gradients to the sums of those that ran before it. Returns its outputs, old and new."""
-    replaced: dict[fx.Node, fx.Node] = {}
-    known = {i: s for i, s in own.items() if s.total is not None}
-    if known:
-        name = backward.args[0].target  # type: ignore[union-attr]
-        key = (name, *known)
-        if key not in made:
-            made[key] = fresh(joint.gm, f"{name}_sum")
-            joint.gm.register_module(made[key], _with_sums(body_of(joint.gm, backward), list(known)))
-            joint.backward_bodies.add(made[key])
-        attr, args = made[key], (*backward.args[2:], *(s.total for s in known.values()))
-        with joint.graph.inserting_before(backward):
-            node = call_region(joint.graph, getattr(joint.gm, attr), attr, args)  # type: ignore[arg-type]
-        replaced = stand_in(joint.graph, backward, node, {i: i for i in getitems(backward)})
-        for site in joint.sites.values():
-            if site.backward is backward:
-                site.backward, site.sums = node, list(range(2 + len(args) - len(known), 2 + len(args)))
-        backward = node
-    items = getitems(backward)
-    for index, s in own.items():
-        (s.total,) = items[index]
-    return replaced
+def _add_inside(
+    joint: Joint, gm: fx.GraphModule, call: fx.Node, known: dict[int, Sum], made: dict[tuple, str]
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Let a call add its gradients to the sums so far. Returns the call in its place, and its outputs, old and new."""
+    name: str = call.args[0].target  # type: ignore[union-attr, assignment]
+    key = (name, *known)
+    if key not in made:
+        made[key] = fresh(joint.gm, f"{name}_sum")
+        joint.gm.register_module(made[key], _with_sums(body_of(gm, call), list(known)))
+        (joint.branch_bodies if name in joint.branch_bodies else joint.backward_bodies).add(made[key])
+    attr = made[key]
+    if not hasattr(gm, attr):  # a branch holds the bodies that it calls itself
+        gm.register_module(attr, getattr(joint.gm, attr))
+    args = (*call.args[2:], *(s.total for s in known.values()))
+    with gm.graph.inserting_before(call):
+        node = call_region(gm.graph, getattr(gm, attr), attr, args)  # type: ignore[arg-type]
+    joint.sums[node] = list(range(len(node.args) - len(known), len(node.args)))
+    return node, stand_in(gm.graph, call, node, {i: i for i in getitems(call)})
 
 
 def _with_sums(body: fx.GraphModule, indices: list[int]) -> fx.GraphModule:
-    """A copy of a backward's body that takes the sums so far as its last inputs, and returns the new ones."""
+    """A copy of a body that takes the sums so far as its last inputs, and returns the new ones."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     returned: Any = graph.graph_copy(body.graph, env)
     out, last = list(returned), env[body.graph.find_nodes(op="placeholder")[-1]]
+    so_far = []
     for index in indices:
         with graph.inserting_after(last):
             last = graph.placeholder(f"so_far_{index}")  # a name of its own: an argument is known by its target
         last.meta["val"] = value(out[index])
-        out[index] = graph.call_function(ADD, (last, out[index]))
-        out[index].meta["val"] = value(last)
+        so_far.append(last)
+    root: torch.nn.Module = body
+    for choice, branches in choices(body):  # both branches add them
+        root = torch.nn.Module()
+        for ref, branch in zip(choice.args[1:3], branches, strict=True):
+            root.register_module(ref.target, _with_sums(branch, indices))  # type: ignore[union-attr, arg-type]
+        env[choice].update_arg(3, (*env[choice].args[3], *so_far))  # type: ignore[misc]
+    if root is body:
+        for index, before in zip(indices, so_far, strict=True):
+            out[index] = graph.call_function(ADD, (before, out[index]))
+            out[index].meta["val"] = value(before)
     graph.output(tuple(out))
-    new = fx.GraphModule(body, graph)
-    new.meta = dict(body.meta)
-    return new
+    made = fx.GraphModule(root, graph)
+    made.meta = dict(body.meta)
+    return made
 
 
 def _finish(graph: fx.Graph, s: Sum) -> None:

@@ -1,8 +1,10 @@
 """Put the backwards of a gated group behind its gate: merged if it is open, exact if it is shut.
 
 Assumes: gates and merged cotangents. Leaves: one region call per gated group in place of its backward calls,
-with a torch.cond inside. The shut branch computes the forward of a pruned timestep again, so that nothing of
-it is kept for a branch that seldom runs. All groups of one size share one region.
+with a torch.cond inside. The first node of a group stays outside, before its region: it has a backward either way, and
+only its cotangent is chosen. So there is a sum of gradients before the first region, and `accumulate.py` can hand it to
+all of them, which stay one. The shut branch computes the forward of a pruned timestep again, so that nothing of it is
+kept for a branch that seldom runs. All groups of one size share one region.
 
 With tol, every call that may be skipped gets a region of its own: its backward, or zeros. Which of them run is known
 only when the step runs, so what their forwards saved is kept.
@@ -53,24 +55,29 @@ class _Operands:
 
 def _branch(joint: Joint, group: Group, made: dict[tuple, str]) -> None:
     sites = [joint.sites[c] for c in group.calls]
-    wanted = sorted({i for s in sites for i in getitems(s.backward)})
-    operands = _Operands()
-    merged = [_recipe(s, operands, joint.merged[s.call.index]) for s in sites if s.call.index in group.kept]
-    exact = [_recipe(s, operands, None if s.call.index in group.kept else {}) for s in sites]
     finite = insert(
         joint.graph,
         lambda is_open, *g: is_open & torch.stack([x.isfinite().all() for x in g]).all(),
         [joint.opens[group.number], *(s.backward.args[i] for s in sites for i in s.cotangents)],
         "finite",
     )
+    place = finite[0]
+    if len(group.kept) > 1:
+        first = joint.sites[group.kept[0]]
+        place = _choose(joint, first, finite[0])
+        sites.remove(first)
+    wanted = sorted({i for s in sites for i in getitems(s.backward)})
+    operands = _Operands()
+    merged = [_recipe(s, operands, joint.merged[s.call.index]) for s in sites if s.call.index in group.kept]
+    exact = [_recipe(s, operands, None if s.call.index in group.kept else {}) for s in sites]
     key = (repr(merged), repr(exact), tuple(wanted), len(operands.nodes))
     if key not in made:
-        made[key] = fresh(joint.gm, f"jagg_group_of_{len(sites)}")
+        made[key] = fresh(joint.gm, f"jagg_group_of_{len(group.calls)}")
         body = _group_body(joint, operands.nodes, merged, exact, wanted, finite[0])
         joint.gm.register_module(made[key], body)
         joint.branch_bodies.add(made[key])
     attr = made[key]
-    with joint.graph.inserting_after(finite[0]):
+    with joint.graph.inserting_after(place):
         node = call_region(joint.graph, getattr(joint.gm, attr), attr, [finite[0], *operands.nodes])
     with joint.graph.inserting_after(node):
         gradients = {i: item(joint.graph, node, o) for o, i in enumerate(wanted)}
@@ -85,6 +92,18 @@ def _branch(joint: Joint, group: Group, made: dict[tuple, str]) -> None:
             gradients.pop(index, None)
         remove(joint.graph, site.backward)
         site.backward = None
+
+
+def _choose(joint: Joint, site: Site, flag: fx.Node) -> fx.Node:
+    """Run a backward with its merged cotangents where the flag is set, else with its own. Moves and returns it."""
+    backward = site.backward
+    assert backward is not None
+    for position, merged in joint.merged[site.call.index].items():
+        both = [flag, merged, backward.args[position]]
+        (chosen,) = insert(joint.graph, torch.where, both, "chosen")  # type: ignore[arg-type]
+        backward.update_arg(position, chosen)
+        chosen.append(backward)
+    return backward
 
 
 def _skip(joint: Joint, site: Site, made: dict[tuple, str]) -> None:

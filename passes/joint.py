@@ -28,7 +28,6 @@ class Site:
     hidden: fx.Node | None = None  # the input of its last layer, for gate="head"
     part: int | None = None  # which of the timesteps of its call it is, where one call is made for several
     given: fx.Node | None = None  # its velocity as the caller handed it in
-    sums: list[int] = field(default_factory=list)  # arguments of `backward` that it adds its own gradients to
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -70,11 +69,17 @@ class Joint:
     forwards: list[fx.Node] = field(default_factory=list)  # of every call, with or without a backward
     backward_bodies: set[str] = field(default_factory=set)  # names of the bodies that backward calls run
     branch_bodies: set[str] = field(default_factory=set)  # names of the bodies that hold a gated group's backwards
+    sums: dict[fx.Node, list[int]] = field(default_factory=dict)  # by backward: arguments that it adds its gradients to
     counts: dict[str, int] = field(default_factory=dict)  # calls and nodes before, for the report
 
     @property
     def graph(self) -> fx.Graph:
         return self.gm.graph
+
+    def backwards(self, graph: fx.Graph) -> list[fx.Node]:
+        """The calls of this graph, or of a branch's, that run backwards: of one timestep, or of a gated group."""
+        bodies = self.backward_bodies | self.branch_bodies
+        return [n for n in graph.nodes if is_region(n) and n.args[0].target in bodies]
 
 
 def is_call(node: Any, target: Any) -> bool:
@@ -93,6 +98,12 @@ def value(node: fx.Node) -> Any:
 def body_of(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     """The body that an invoke_subgraph node calls."""
     return getattr(gm, node.args[0].target)  # type: ignore[union-attr, arg-type]
+
+
+def choices(body: fx.GraphModule) -> list[tuple[fx.Node, list[fx.GraphModule]]]:
+    """The torch.cond nodes of a body, each with its two branches."""
+    found = body.graph.find_nodes(op="call_function", target=_torch.cond)
+    return [(node, [getattr(body, a.target) for a in node.args[1:3]]) for node in found]  # type: ignore[union-attr, index]
 
 
 def outputs(graph: fx.Graph) -> fx.Node:

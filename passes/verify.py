@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -10,7 +11,7 @@ from torch import fx
 from jagg_fx import _torch, control
 from jagg_fx.errors import VerifyError
 
-from .joint import Joint, body_of, getitems, is_call, is_region, results, value, view_chain
+from .joint import Joint, body_of, choices, getitems, is_call, is_region, results, value, view_chain
 from .slim import SAME
 
 _MARKERS = (torch.ops.jagg_fx.call.default, torch.ops.jagg_fx.cotangent.default)
@@ -71,7 +72,7 @@ def _calls_are_closed(joint: Joint) -> str | None:
             continue
         operands = set(site.operands)
         for position, arg in enumerate(site.backward.args[2:], start=2):
-            if position in (*site.cotangents, *site.sums) or not isinstance(arg, fx.Node):
+            if position in (*site.cotangents, *joint.sums.get(site.backward, ())) or not isinstance(arg, fx.Node):
                 continue
             chain = view_chain(arg)
             if any(n in operands for n in chain):
@@ -88,20 +89,30 @@ def _calls_are_closed(joint: Joint) -> str | None:
 
 
 def _independent(joint: Joint) -> str | None:
-    backward = {s.backward: i for i, s in joint.sites.items() if s.backward is not None}
-    above: dict[fx.Node, set[int]] = {}  # calls whose backward a node depends on
+    of = {s.backward: f"the backward of call {i}" for i, s in joint.sites.items() if s.backward is not None}
+    calls = {n: of.get(n, n.name) for n in joint.backwards(joint.graph)}
+    above: dict[fx.Node, set[str]] = {}  # the backwards that a node depends on
     for node in joint.graph.nodes:
-        inputs = node.all_input_nodes
-        if node in backward:  # the sums of earlier gradients feed nothing but its own sums: see `_sums_are_added`
-            sums = joint.sites[backward[node]].sums
-            inputs = [a for i, a in enumerate(node.args) if i not in sums and isinstance(a, fx.Node)]
-        calls = set().union(*(above[i] for i in inputs)) if inputs else set()
-        if node in backward:
-            if calls:
-                return f"the backward of call {calls.pop()} feeds that of call {backward[node]}"
-            calls = {backward[node]}
-        above[node] = calls
+        # The sums of earlier gradients feed nothing but a call's own sums: see `_sums_are_added`.
+        sums = joint.sums.get(node, ())
+        found = set().union(*(above[a] for a in _inputs(node, sums)))
+        if node in calls:
+            if found:
+                return f"{found.pop()} feeds {_that(calls[node])}"
+            found = {calls[node]}
+        above[node] = found
     return None
+
+
+def _inputs(node: fx.Node, without: Sequence[int]) -> list[fx.Node]:
+    """What a node reads, but for the arguments at these positions."""
+    if not without:
+        return node.all_input_nodes
+    return [a for i, a in enumerate(node.args) if i not in without and isinstance(a, fx.Node)]
+
+
+def _that(name: str) -> str:
+    return name.replace("the backward", "that")
 
 
 def _one_role(joint: Joint) -> str | None:
@@ -116,16 +127,45 @@ def _one_role(joint: Joint) -> str | None:
 
 
 def _sums_are_added(joint: Joint) -> str | None:
-    """A sum of earlier gradients goes into one addition of its backward, whose result the backward returns."""
-    for site in (s for s in joint.sites.values() if s.sums and s.backward is not None):
-        body = body_of(joint.gm, site.backward)
-        inputs, returned = body.graph.find_nodes(op="placeholder"), results(body.graph)
-        for before in (inputs[position - 2] for position in site.sums):
-            users = list(before.users)
-            fine = len(users) == 1 and is_call(users[0], torch.ops.aten.add.Tensor)
-            if not fine or users[0].args.count(before) != 1 or returned.count(users[0]) != 1:
-                return f"{site.backward.name} does not return the sum {before.name} with its gradient added"
+    """A sum of earlier gradients goes into additions alone, and comes back as one output of its call."""
+    for call, positions in joint.sums.items():
+        body = body_of(joint.gm, call)
+        inputs = body.graph.find_nodes(op="placeholder")
+        for before in (inputs[position - 2] for position in positions):
+            if _lands(body, before) is None:
+                return f"{call.name} does not return the sum {before.name} with its gradient added"
     return None
+
+
+def _lands(body: fx.GraphModule, node: fx.Node) -> int | None:
+    """The output that is this value with something added to it; None if it is read in any other way."""
+    added = False
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "output":
+            return results(body.graph).index(node) if added and results(body.graph).count(node) == 1 else None
+        if is_call(user, torch.ops.aten.add.Tensor) and user.args.count(node) == 1:
+            node = user
+        else:
+            index = _lands_in_call(body, user, node)
+            if index is None or len(getitems(user).get(index, ())) != 1:
+                return None
+            (node,) = getitems(user)[index]
+        added = True
+    return None
+
+
+def _lands_in_call(body: fx.GraphModule, call: fx.Node, operand: fx.Node) -> int | None:
+    """The output of a region, or of both branches of a choice, to which this operand is added; None: there is none."""
+    if is_region(call):
+        bodies, operands = [body_of(body, call)], call.args[2:]
+    else:
+        bodies, operands = dict(choices(body)).get(call, []), call.args[-1]  # type: ignore[assignment]
+    if not bodies or operands.count(operand) != 1:  # type: ignore[union-attr]
+        return None
+    position = operands.index(operand)  # type: ignore[union-attr]
+    found = {_lands(b, b.graph.find_nodes(op="placeholder")[position]) for b in bodies}
+    return found.pop() if len(found) == 1 else None
 
 
 def _weights_are_sound(joint: Joint) -> str | None:
@@ -192,12 +232,11 @@ def _skips_are_zero(joint: Joint) -> str | None:
     left = set(joint.runs)
     for node in (n for n in joint.graph.nodes if is_region(n)):
         body = body_of(joint.gm, node)
-        for choice in body.graph.find_nodes(op="call_function", target=_torch.cond) if joint.runs else ():
+        for _, (run, skip) in choices(body) if joint.runs else ():
             calls = {merged[a] for a in node.args[3:] if a in merged}
             if len(calls) != 1 or node.args[2] is not joint.runs.get(*calls):
                 return f"{node.name} runs the backward of {calls or 'no call'} by another call's flag"
             left -= calls
-            run, skip = (getattr(body, a.target) for a in choice.args[1:3])
             if sum(is_region(n) for n in run.graph.nodes) != 1:
                 return f"{node.name} does not run one backward where its flag is set"
             full = [view_chain(n)[0] for n in results(skip.graph)]
@@ -211,7 +250,8 @@ def _pruned_is_gone(joint: Joint, after: str) -> str | None:
     if after not in ("prune", "slim"):
         return None
     # With tol: those that always run.
-    kept = len({joint.sites[c].backward for g in joint.groups if g.number not in joint.opens for c in g.kept})
+    direct = {joint.sites[c].backward for g in joint.groups if g.number not in joint.opens for c in g.kept}
+    kept = len(direct) + sum(len(g.kept) > 1 for g in joint.groups if g.number in joint.opens)  # one beside its branch
     bodies = {n.args[0].target for n in joint.graph.nodes if is_region(n)} & joint.backward_bodies
     calls = sum(is_region(n) and n.args[0].target in bodies for n in joint.graph.nodes)
     if calls != kept:
@@ -266,8 +306,7 @@ def _branches_agree(joint: Joint) -> str | None:
     for name, body in joint.gm.named_children():
         if not isinstance(body, fx.GraphModule):
             continue
-        for node in body.graph.find_nodes(op="call_function", target=_torch.cond):
-            branches = [getattr(body, a.target) for a in node.args[1:3]]
+        for _, branches in choices(body):
             looks = [[_look(n) for n in results(b.graph)] for b in branches]
             if looks[0] != looks[1]:
                 return f"the branches of {name} disagree: {looks[0]} and {looks[1]}"

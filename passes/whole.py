@@ -93,8 +93,7 @@ def _order(joint: Joint) -> None:
             done[user] = None
             todo += sorted(user.users, key=position.__getitem__)
 
-    backwards = [n for n in graph.nodes if is_region(n) and _is_backward(joint, n)]
-    for node in backwards:
+    for node in joint.backwards(graph):
         emit(node)
         settle(node)
     for node in list(graph.nodes):
@@ -104,11 +103,6 @@ def _order(joint: Joint) -> None:
     for node in [*done, outputs(graph)]:
         cursor.append(node)
         cursor = node
-
-
-def _is_backward(joint: Joint, node: fx.Node) -> bool:
-    name = node.args[0].target  # type: ignore[union-attr]
-    return name in joint.backward_bodies or name in joint.branch_bodies
 
 
 def _inputs(node: fx.Node) -> Iterator[fx.Node]:

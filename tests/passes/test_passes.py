@@ -10,6 +10,8 @@ import torch
 from jagg_fx.passes import PASSES, accumulate, outline, repeats, rewrite, segments
 from jagg_fx.passes.joint import (
     Joint,
+    body_of,
+    choices,
     expressions,
     getitems,
     insert,
@@ -163,9 +165,10 @@ def test_branch_puts_each_gated_group_behind_one_cond_in_one_shared_region() -> 
     (cond,) = body.graph.find_nodes(op="call_function", target=_torch.cond)
     merged, exact = (getattr(body, a.target) for a in cond.args[1:3])
     backward = next(n for n in joint.backward_bodies)
-    assert regions(merged) == {backward: 2}
-    assert regions(exact)[backward] == 3
-    assert sum(regions(exact).values()) == 4  # one forward again, for the one interior step
+    assert regions(merged) == {backward: 1}  # the first node of each group stays outside
+    assert regions(joint.gm)[backward] == 2
+    assert regions(exact)[backward] == 2
+    assert sum(regions(exact).values()) == 3  # one forward again, for the one interior step
 
 
 def test_gradients_are_summed_inside_of_the_backwards() -> None:
@@ -176,11 +179,11 @@ def test_gradients_are_summed_inside_of_the_backwards() -> None:
     kept = sorted((s for s in joint.sites.values() if s.backward is not None), key=lambda s: order[s.backward])
     parameters = 4
     assert adds[0] - adds[1] == parameters * (len(kept) - 1) > 0
-    assert not kept[0].sums
+    assert kept[0].backward not in joint.sums
     assert len({s.backward.args[0].target for s in kept[1:]}) == 1
     for earlier, site in pairwise(kept):
-        assert {site.backward.args[i].args[0] for i in site.sums} == {earlier.backward}
-        assert len(site.sums) == parameters
+        assert {site.backward.args[i].args[0] for i in joint.sums[site.backward]} == {earlier.backward}
+        assert len(joint.sums[site.backward]) == parameters
     total = [n for n in outputs(joint.graph).all_input_nodes if is_call(n, operator.getitem)]
     assert sum(n.args[0] is kept[-1].backward for n in total) == parameters
 
@@ -197,12 +200,31 @@ def test_a_gradient_that_something_else_reads_stays_outside_of_the_sums() -> Non
     last.args = ((*results(joint.graph), twice),)
     accumulate.run(joint)
     verify(joint, "accumulate")
-    assert len(site.sums) == 3  # of four parameters
+    assert len(joint.sums[site.backward]) == 3  # of four parameters
     gradient = twice.args[0]
     assert gradient.args == (site.backward, index)
     body = getattr(joint.gm, site.backward.args[0].target)
-    sums = body.graph.find_nodes(op="placeholder")[site.sums[0] - 2 :]
+    sums = body.graph.find_nodes(op="placeholder")[joint.sums[site.backward][0] - 2 :]
     assert not set(sums) & set(results(body.graph)[index].all_input_nodes)
+
+
+def test_gradients_are_summed_across_gated_groups_and_in_both_branches() -> None:
+    """Every parameter has one chain of sums through the nodes outside and the groups; no addition is left between."""
+    joint = after("accumulate", Plan(W=3), joint_graph(loss_fn, *example(6)))
+    calls = joint.backwards(joint.graph)
+    groups = [n for n in calls if n.args[0].target in joint.branch_bodies]
+    assert [len(calls), len(groups)] == [4, 2]
+    for earlier, call in pairwise(calls):
+        assert {call.args[i].args[0] for i in joint.sums[call]} == {earlier}
+        assert len(joint.sums[call]) == 4  # parameters
+    assert len({n.args[0].target for n in groups}) == 1
+    ((_, branches),) = choices(body_of(joint.gm, groups[0]))
+    assert [len(joint.backwards(b.graph)) for b in branches] == [1, 2]
+    for gm in (joint.gm, *branches):
+        last = joint.backwards(gm.graph)[-1]
+        if gm is not joint.gm:
+            assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        assert sum(is_call(n, operator.getitem) and n.args[0] is last for n in results(gm.graph)) == 4
 
 
 def test_no_gate_leaves_no_branch() -> None:

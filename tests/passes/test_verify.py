@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from jagg_fx.passes.joint import getitems, is_region, outputs, results
+from jagg_fx.passes.joint import body_of, choices, getitems, is_region, outputs, results
 from jagg_fx.passes.verify import verify
 
 from jagg_fx import VerifyError, _torch
@@ -102,9 +102,9 @@ def test_an_endpoint_pruned_by_mistake() -> None:
 @pytest.mark.parametrize("how", ["dropped", "added twice", "not returned"])
 def test_a_sum_of_gradients_that_is_not_carried_on(how: str) -> None:
     joint = after("accumulate", NO_GATE)
-    site = next(s for s in joint.sites.values() if s.sums)
+    site = next(s for s in joint.sites.values() if s.backward in joint.sums)
     body = getattr(joint.gm, site.backward.args[0].target)
-    before = body.graph.find_nodes(op="placeholder")[site.sums[0] - 2]
+    before = body.graph.find_nodes(op="placeholder")[joint.sums[site.backward][0] - 2]
     (add,) = before.users
     own = next(n for n in add.args if n is not before)
     if how == "dropped":
@@ -113,6 +113,21 @@ def test_a_sum_of_gradients_that_is_not_carried_on(how: str) -> None:
         add.replace_input_with(own, before)
     else:
         outputs(body.graph).replace_input_with(add, own)
+    caught(joint, "accumulate", "with its gradient added")
+
+
+@pytest.mark.parametrize("how", ["dropped", "into another's place"])
+def test_a_branch_that_does_not_carry_a_sum_on(how: str) -> None:
+    joint = after("accumulate", Plan(W=3))
+    call = next(n for n in joint.sums if n in joint.graph.nodes and n.args[0].target in joint.branch_bodies)
+    ((_, (merged, _)),) = choices(body_of(joint.gm, call))
+    (backward,) = joint.backwards(merged.graph)
+    if how == "dropped":
+        zero = merged.graph.find_nodes(op="placeholder")[0]
+        backward.update_arg(joint.sums[backward][0], zero)
+    else:
+        first, second, *rest = results(merged.graph)
+        outputs(merged.graph).args = ((second, first, *rest),)
     caught(joint, "accumulate", "with its gradient added")
 
 
