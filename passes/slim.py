@@ -79,8 +79,7 @@ def narrowed(body: fx.GraphModule, used: tuple[int, ...]) -> fx.GraphModule:
     graph = fx.Graph()
     returned: Any = graph.graph_copy(body.graph, {})
     graph.output(tuple(returned[i] for i in used))
+    graph.eliminate_dead_code()
     out = fx.GraphModule(body, graph)
-    out.graph.eliminate_dead_code()
-    out.recompile()
     out.meta = dict(body.meta)
     return out

@@ -128,7 +128,7 @@ def _one_role(joint: Joint) -> str | None:
 
 def _sums_are_added(joint: Joint) -> str | None:
     """A sum of earlier gradients goes into additions alone, and comes back as one output of its call."""
-    for call, positions in joint.sums.items():
+    for call, positions in {n.args[0].target: (n, p) for n, p in joint.sums.items()}.values():  # one call of each body
         body = body_of(joint.gm, call)
         inputs = body.graph.find_nodes(op="placeholder")
         for before in (inputs[position - 2] for position in positions):
