@@ -65,8 +65,10 @@ def _add_up(joint: Joint, gm: fx.GraphModule, made: dict[tuple, str]) -> dict[fx
         items = getitems(node)
         for index, s in own.items():
             (s.total,) = items[index]
-    for s in sums:
-        _finish(gm.graph, s)
+    for i, s in enumerate(sums):
+        total = _finish(gm.graph, s)
+        for later in sums[i + 1 :]:  # a sum may be a term of another
+            later.others = [total if n is s.root else n for n in later.others]
     if swapped:
         gm.recompile()
     return swapped
@@ -128,7 +130,7 @@ def _add_inside(
     args = (*call.args[2:], *(s.total for s in known.values()))
     with gm.graph.inserting_before(call):
         node = call_region(gm.graph, getattr(gm, attr), attr, args)  # type: ignore[arg-type]
-    joint.sums[node] = list(range(len(node.args) - len(known), len(node.args)))
+    joint.sums[node] = dict(zip(range(len(node.args) - len(known), len(node.args)), known, strict=True))
     return node, stand_in(gm.graph, call, node, {i: i for i in getitems(call)})
 
 
@@ -160,8 +162,8 @@ def _with_sums(body: fx.GraphModule, indices: list[int]) -> fx.GraphModule:
     return made
 
 
-def _finish(graph: fx.Graph, s: Sum) -> None:
-    """Put the sum of the last backward, and what else there is to add, in place of the old additions."""
+def _finish(graph: fx.Graph, s: Sum) -> fx.Node:
+    """Put the sum of the last backward, and what else there is to add, in place of the old additions. Returns it."""
     assert s.total is not None
     total = s.total
     for other in s.others:
@@ -176,3 +178,4 @@ def _finish(graph: fx.Graph, s: Sum) -> None:
             inputs = node.all_input_nodes
             graph.erase_node(node)
             todo += inputs
+    return total

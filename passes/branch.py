@@ -79,6 +79,7 @@ def _branch(joint: Joint, group: Group, made: dict[tuple, str]) -> None:
     attr = made[key]
     with joint.graph.inserting_after(place):
         node = call_region(joint.graph, getattr(joint.gm, attr), attr, [finite[0], *operands.nodes])
+    joint.gated[group.number] = node
     with joint.graph.inserting_after(node):
         gradients = {i: item(joint.graph, node, o) for o, i in enumerate(wanted)}
     for site in sites:

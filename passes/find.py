@@ -18,7 +18,7 @@ from torch import fx
 from jagg_fx.errors import RefusedError
 from jagg_fx.plan import Call
 
-from .joint import Joint, Site, data_flow, expressions, getitems, is_call, is_region
+from .joint import Joint, Site, data_flow, expressions, getitems, is_call, is_region, value
 
 
 def run(joint: Joint) -> None:
@@ -46,10 +46,25 @@ def run(joint: Joint) -> None:
         "backwards": len({s.backward for s in joint.sites.values()}),
     }
     for mark in [*marks, *cotangents.values()]:
-        mark.replace_all_uses_with(mark.args[0])
+        mark.replace_all_uses_with(_as_marked(graph, mark))
         graph.erase_node(mark)
     _refuse_chains(joint)
     _tell_networks_apart(joint, number)
+
+
+def _as_marked(graph: fx.Graph, mark: fx.Node) -> fx.Node:
+    """What a marker marks, with the strides that it was taken to have.
+
+    The cotangent of a plain sum is one number expanded; the body of a call was made for a tensor that lies in memory as
+    others do, and all calls share it.
+    """
+    source: fx.Node = mark.args[0]  # type: ignore[assignment]
+    if value(source).stride() == value(mark).stride():
+        return source
+    with graph.inserting_before(mark):
+        dense = graph.call_function(torch.ops.aten.clone.default, (source,))
+    dense.meta["val"] = value(mark)
+    return dense
 
 
 def _forward(velocity: fx.Node) -> tuple[fx.Node, int | None]:

@@ -69,7 +69,8 @@ class Joint:
     forwards: list[fx.Node] = field(default_factory=list)  # of every call, with or without a backward
     backward_bodies: set[str] = field(default_factory=set)  # names of the bodies that backward calls run
     branch_bodies: set[str] = field(default_factory=set)  # names of the bodies that hold a gated group's backwards
-    sums: dict[fx.Node, list[int]] = field(default_factory=dict)  # by backward: arguments that it adds its gradients to
+    sums: dict[fx.Node, dict[int, int]] = field(default_factory=dict)  # by backward: argument that it adds an output to
+    gated: dict[int, fx.Node] = field(default_factory=dict)  # by group number: the region with its branches
     counts: dict[str, int] = field(default_factory=dict)  # calls and nodes before, for the report
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -29,9 +30,9 @@ def verify(joint: Joint, after: str) -> None:
         _calls_are_closed,
         _independent,
         _one_role,
-        _sums_are_added,
         _regions_fit,
         _branches_agree,
+        _sums_are_added,
     )
     for rule in rules:
         _report(rule(joint), after)
@@ -42,6 +43,7 @@ def verify(joint: Joint, after: str) -> None:
         _report(_groups_are_apart(joint), after)
     if after == "branch":
         _report(_skips_are_zero(joint), after)
+        _report(_gates_are_kept(joint), after)
     _report(_pruned_is_gone(joint, after), after)
     if after == "slim":
         _report(_outputs_are_apart(joint), after)
@@ -127,13 +129,16 @@ def _one_role(joint: Joint) -> str | None:
 
 
 def _sums_are_added(joint: Joint) -> str | None:
-    """A sum of earlier gradients goes into additions alone, and comes back as one output of its call."""
-    for call, positions in {n.args[0].target: (n, p) for n, p in joint.sums.items()}.values():  # one call of each body
+    """A sum of earlier gradients goes into additions alone, and comes back as the output that was said."""
+    found: dict[tuple, int | None] = {}  # by body and argument
+    for call, sums in joint.sums.items():
         body = body_of(joint.gm, call)
-        inputs = body.graph.find_nodes(op="placeholder")
-        for before in (inputs[position - 2] for position in positions):
-            if _lands(body, before) is None:
-                return f"{call.name} does not return the sum {before.name} with its gradient added"
+        for position, output in sums.items():
+            key = (call.args[0].target, position)  # type: ignore[union-attr]
+            if key not in found:
+                found[key] = _lands(body, body.graph.find_nodes(op="placeholder")[position - 2])
+            if found[key] != output:
+                return f"{call.name} does not return the sum in its argument {position} with its gradient added"
     return None
 
 
@@ -226,6 +231,44 @@ def _depths(tree: list) -> list[int]:
     return found
 
 
+def _gates_are_kept(joint: Joint) -> str | None:
+    """Behind a gate, the first branch runs nodes with merged cotangents, the second every step with its own."""
+    for group in (g for g in joint.groups if g.number in joint.opens):
+        region = joint.gated[group.number]
+        flag, operands, body = region.args[2], list(region.args[3:]), body_of(joint.gm, region)
+        if joint.opens[group.number] not in _above(flag):  # type: ignore[arg-type]
+            return f"{region.name}, of group {group.number}, does not ask its gate"
+        inside = list(group.calls)
+        for call in (c for c in group.kept if joint.sites[c].backward is not None):
+            inside.remove(call)
+            for position, merged in joint.merged[call].items():
+                own = joint.own[call][joint.sites[call].cotangents.index(position)]
+                chosen = joint.sites[call].backward.args[position]  # type: ignore[union-attr]
+                if not is_call(chosen, torch.ops.aten.where.self) or chosen.args != (flag, merged, own):
+                    return f"call {call} does not choose between its merged cotangent and its own by its gate"
+        wanted = [joint.merged[c][p] for c in inside if c in group.kept for p in joint.sites[c].cotangents]
+        every = [g for c in inside for g in joint.own[c]]
+        ((_, branches),) = choices(body)
+        for branch, want in zip(branches, (wanted, every), strict=True):
+            inputs = branch.graph.find_nodes(op="placeholder")
+            positions = joint.sites[inside[0]].cotangents
+            read: list = [c.args[p] for c in joint.backwards(branch.graph) for p in positions]
+            found = [operands[inputs.index(n)] for n in read]
+            if Counter(want) != Counter(found):
+                return f"a branch of {region.name} does not run the backwards of group {group.number}, each once"
+    return None
+
+
+def _above(node: fx.Node) -> set[fx.Node]:
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return seen
+
+
 def _skips_are_zero(joint: Joint) -> str | None:
     """With tol, every call that may be skipped has a region, behind its own flag: its own backward, or zeros."""
     merged = {n: c for c, own in joint.merged.items() for n in own.values()}
@@ -281,19 +324,30 @@ def _outputs_are_apart(joint: Joint) -> str | None:
 
 
 def _regions_fit(joint: Joint) -> str | None:
-    """Every region call has as many operands as its body has inputs, with the same shapes and dtypes."""
-    for node in joint.graph.nodes:
-        if not is_region(node):
-            continue
-        inputs = body_of(joint.gm, node).graph.find_nodes(op="placeholder")
-        if len(inputs) != len(node.args) - 2:
-            return f"{node.name} has {len(node.args) - 2} operands, its body takes {len(inputs)}"
-        for arg, placeholder in zip(node.args[2:], inputs, strict=True):
-            if not isinstance(arg, fx.Node):
-                continue
-            a, b = _brief(value(arg)), _brief(placeholder.meta.get("val"))
-            if a and b and a != b:
-                return f"{node.name}: operand {arg.name} is {a}, its body takes {b}"
+    """Every call of a body, in the graph and in branches, has an operand for each input, of its shape and dtype."""
+    called = {n.args[0].target: body_of(joint.gm, n) for n in joint.graph.nodes if is_region(n)}  # type: ignore[union-attr]
+    found = [(body, *choice) for body in called.values() for choice in choices(body)]
+    for _, choice, branches in found:
+        for branch in branches:
+            broken = _fits(choice.name, choice.args[3], branch)  # type: ignore[arg-type]
+            if broken:
+                return broken
+    for gm in (joint.gm, *(branch for _, _, branches in found for branch in branches)):
+        for node in (n for n in gm.graph.nodes if is_region(n)):
+            broken = _fits(node.name, node.args[2:], body_of(gm, node))
+            if broken:
+                return broken
+    return None
+
+
+def _fits(name: str, operands: Sequence, body: fx.GraphModule) -> str | None:
+    inputs = body.graph.find_nodes(op="placeholder")
+    if len(inputs) != len(operands):
+        return f"{name} has {len(operands)} operands, its body takes {len(inputs)}"
+    for arg, placeholder in zip(operands, inputs, strict=True):
+        a, b = (_brief(value(n)) if isinstance(n, fx.Node) and "val" in n.meta else "" for n in (arg, placeholder))
+        if a and b and a != b:
+            return f"{name}: operand {arg.name} is {a}, its body takes {b}"
     return None
 
 

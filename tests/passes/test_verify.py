@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from jagg_fx.passes.joint import body_of, choices, getitems, is_region, outputs, results
+from jagg_fx.passes.joint import body_of, choices, getitems, is_region, outputs, results, sort, value
 from jagg_fx.passes.verify import verify
 
 from jagg_fx import VerifyError, _torch
@@ -104,7 +104,7 @@ def test_a_sum_of_gradients_that_is_not_carried_on(how: str) -> None:
     joint = after("accumulate", NO_GATE)
     site = next(s for s in joint.sites.values() if s.backward in joint.sums)
     body = getattr(joint.gm, site.backward.args[0].target)
-    before = body.graph.find_nodes(op="placeholder")[joint.sums[site.backward][0] - 2]
+    before = body.graph.find_nodes(op="placeholder")[min(joint.sums[site.backward]) - 2]
     (add,) = before.users
     own = next(n for n in add.args if n is not before)
     if how == "dropped":
@@ -116,18 +116,53 @@ def test_a_sum_of_gradients_that_is_not_carried_on(how: str) -> None:
     caught(joint, "accumulate", "with its gradient added")
 
 
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("the other way round", "call 0 does not choose"),
+        ("not asked", "does not ask its gate"),
+        ("merged in the second branch", "each once"),
+        ("a step left out", "each once"),
+    ],
+)
+def test_a_gate_that_is_not_kept(how: str, what: str) -> None:
+    joint = after("branch", Plan(W=3))
+    region, first = joint.gated[0], joint.sites[0]
+    ((_, (_, exact)),) = choices(body_of(joint.gm, region))
+    if how == "the other way round":
+        chosen = first.backward.args[first.cotangents[0]]
+        chosen.args = (chosen.args[0], chosen.args[2], chosen.args[1])
+    elif how == "not asked":
+        region.update_arg(2, joint.gated[1].args[2])
+        sort(joint.graph)
+    elif how == "a step left out":
+        (last, *_), total = joint.backwards(exact.graph)[::-1], results(exact.graph)
+        outputs(exact.graph).args = (tuple(next(a for a in n.args if a.args[0] is not last) for n in total),)
+        exact.graph.eliminate_dead_code()
+    else:
+        inputs = exact.graph.find_nodes(op="placeholder")
+        backward = joint.backwards(exact.graph)[-1]
+        merged = region.args[3:].index(next(iter(joint.merged[2].values())))
+        backward.update_arg(first.cotangents[0], inputs[merged])
+    caught(joint, "branch", what)
+
+
 @pytest.mark.parametrize("how", ["dropped", "into another's place"])
 def test_a_branch_that_does_not_carry_a_sum_on(how: str) -> None:
     joint = after("accumulate", Plan(W=3))
     call = next(n for n in joint.sums if n in joint.graph.nodes and n.args[0].target in joint.branch_bodies)
-    ((_, (merged, _)),) = choices(body_of(joint.gm, call))
-    (backward,) = joint.backwards(merged.graph)
-    if how == "dropped":
-        zero = merged.graph.find_nodes(op="placeholder")[0]
-        backward.update_arg(joint.sums[backward][0], zero)
-    else:
-        first, second, *rest = results(merged.graph)
-        outputs(merged.graph).args = ((second, first, *rest),)
+    ((_, branches),) = choices(body_of(joint.gm, call))
+    for branch in branches:
+        backward = joint.backwards(branch.graph)[0]
+        position = min(joint.sums[backward])
+        if how == "dropped":
+            with branch.graph.inserting_before(backward):
+                zero = branch.graph.call_function(torch.ops.aten.zeros_like.default, (backward.args[position],))
+            zero.meta["val"] = value(backward.args[position])
+            backward.update_arg(position, zero)
+        else:
+            first, second, *rest = results(branch.graph)
+            outputs(branch.graph).args = ((second, first, *rest),)
     caught(joint, "accumulate", "with its gradient added")
 
 
