@@ -95,7 +95,7 @@ MUTANTS = [
     M("c17_a_new", "no more captures than torch allows by itself", TRANSFORM,
       "self._limit = _torch.many_captures", "raise"),
     M("c18", "what is saved for a backward is freed by it", "jagg_fx/_torch.py",
-      "setattr(module, name, lambda *args, **kwargs: [])", "setattr(module, name, before)"),
+      "with _in_place_of(vars(module), name, lambda *args, **kwargs: []):", "with contextlib.nullcontext():"),
     M("c19", "a marked velocity is contiguous", "jagg_fx/_ops.py",
       'return torch.empty_like(v)\n\n\n@_define("jagg_fx::cot',
       'return torch.empty_like(v, memory_format=torch.contiguous_format)\n\n\n@_define("jagg_fx::cot'),
