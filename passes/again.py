@@ -3,7 +3,7 @@
 Assumes: pruned and slimmed, whole steps (`whole.py` runs next). Leaves, with activations="recompute": no value that a
 forward saved for a backward but those of a second forward that serves this backward alone. A group of W then costs
 W + 6 in place of W + 4 (forward 1, backward 2), and one activation graph is alive at a time. A gated group recomputes
-inside of its branch already, for its pruned timesteps; its nodes keep what they saved until then.
+inside of its branch already, for its pruned timesteps; its nodes in there keep what they saved until then.
 """
 
 from __future__ import annotations
