@@ -294,7 +294,8 @@ def _warn_if_useless(joint: Joint | None) -> None:
     if longest == 1 and len(joint.sites) > 2:
         text += (
             " Each call is a lane of its own, as calls at one time are: is the right argument taken for the time? Say "
-            "which it is with time=... (its position or name)."
+            "which it is with time=... (its position or name). And pass times as tensors: a Python number is a part of "
+            "the code, not a time that can be read."
         )
     warn(f"{text} JAGG needs windows of three timesteps or more, better of four.")
 

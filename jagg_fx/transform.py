@@ -444,6 +444,6 @@ def _explained(error: BaseException) -> BaseException:
         )
     return CaptureError(
         "The loss could not be captured as one graph, which the rewrite needs. Usually a Python branch or an index "
-        "depends on a tensor's value (.item(), .nonzero(), `if tensor:`); compute it outside of the loss and pass "
+        "depends on a tensor's value (`if tensor:`, `x[int(tensor)]`); compute it outside of the loss and pass "
         f"it in. What torch says, with the line:\n{_torch.short_message(error)}"
     )

@@ -1431,6 +1431,20 @@ def test_c22_checkpoint_around_the_call(style: str) -> None:
     check(run(with_core(plain, core), style, W=4, gate=None), wanted(plain, W=4), 1e-10, 1e-12)
 
 
+def test_c22_a_reentrant_checkpoint_around_the_call_is_refused() -> None:
+    def core(velocity, zs, ts, cs):
+        return sum(
+            (
+                ((checkpoint(velocity, z, t, use_reentrant=True) - c) ** 2).mean()
+                for z, t, c in zip(zs, ts, cs, strict=True)
+            ),
+            zs.new_zeros(()),
+        )
+
+    with pytest.raises(jagg_fx.CaptureError, match="use_reentrant=False"):
+        run(with_core(simple_case(quadratic, T=4), core), W=4, gate=None)
+
+
 def test_c22_checkpoint_around_a_whole_step() -> None:
     """The velocity and its loss term are one operation of the graph: split, or refused."""
 
