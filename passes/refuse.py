@@ -43,6 +43,12 @@ _IN_PLACE = re.compile(r"[a-z0-9_]*[a-z0-9]_|setitem|__i\w+__|i(add|sub|mul|true
 def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
     """Raise RefusedError, naming the operation, the module and the line, for the first unsafe operation."""
     for segment in segments:
+        if any(node.kwargs.get("use_reentrant") for node in segment.outputs()):
+            raise RefusedError(
+                f"The velocity call at {segment.where} stands in a reentrant checkpoint. That has no gradient in eager "
+                "mode unless an input carries one, and cannot be captured as a call. Say checkpoint(..., "
+                "use_reentrant=False)."
+            )
         outside = {storage(example(n)) for n in segment.inputs()} - {None}
         for node, foreign in _with_bodies(gm, segment.nodes, outside):
             reason = _random(node) or _changes(node, foreign)

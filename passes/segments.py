@@ -128,12 +128,6 @@ def _wrapped_call(gm: fx.GraphModule, node: fx.Node) -> Segment | None:
         begins = [n for n in markers if n.target is _BEGIN]
         if not begins:
             continue
-        if node.kwargs.get("use_reentrant"):
-            raise CaptureError(
-                f"The reentrant checkpoint around the velocity at {where(node)} cannot be captured with gradient (nor "
-                "does it give the parameters one in eager mode, unless an input carries gradient). Say "
-                "checkpoint(..., use_reentrant=False)."
-            )
         inputs = body.graph.find_nodes(op="placeholder")
         if len(begins) > 1 or begins[0].args[0] not in inputs:
             raise CaptureError(

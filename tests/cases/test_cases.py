@@ -1441,7 +1441,7 @@ def test_c22_a_reentrant_checkpoint_around_the_call_is_refused() -> None:
             zs.new_zeros(()),
         )
 
-    with pytest.raises(jagg_fx.CaptureError, match="use_reentrant=False"):
+    with pytest.raises(jagg_fx.RefusedError, match="use_reentrant=False"):
         run(with_core(simple_case(quadratic, T=4), core), W=4, gate=None)
 
 
