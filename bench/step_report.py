@@ -253,7 +253,8 @@ def growth(first: Results, second: Results) -> str:
         lines.append([e["title"], *(_text(v) for v in values)])
     a, b = first.settings, second.settings
     changed = [f"{k} {a[k]} → {b[k]}" for k in a if k != "name" and a[k] != b.get(k)]
-    return f"# Growth: {', '.join(changed)}\n\n{markdown(lines)}\n"
+    commands = "\n".join(f"* `{r.content['command']}`" for r in (first, second))
+    return f"# Growth: {', '.join(changed)}\n\n{markdown(lines)}\n\n{commands}\n"
 
 
 def picture(r: Results, path: Path) -> None:

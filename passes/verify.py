@@ -6,13 +6,14 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 
+import networkx as nx
 import torch
 from torch import fx
 
 from jagg_fx import _torch, control
 from jagg_fx.errors import VerifyError
 
-from .joint import Joint, body_of, choices, getitems, is_call, is_region, results, value, view_chain
+from .joint import Joint, body_of, choices, data_flow, getitems, is_call, is_region, results, value, view_chain
 from .slim import SAME
 
 _MARKERS = (torch.ops.jagg_fx.call.default, torch.ops.jagg_fx.cotangent.default)
@@ -100,7 +101,7 @@ def _independent(joint: Joint) -> str | None:
         found = set().union(*(above[a] for a in _inputs(node, sums)))
         if node in calls:
             if found:
-                return f"{found.pop()} feeds {_that(calls[node])}"
+                return f"{found.pop()} feeds {calls[node]}"
             found = {calls[node]}
         above[node] = found
     return None
@@ -111,10 +112,6 @@ def _inputs(node: fx.Node, without: Sequence[int]) -> list[fx.Node]:
     if not without:
         return node.all_input_nodes
     return [a for i, a in enumerate(node.args) if i not in without and isinstance(a, fx.Node)]
-
-
-def _that(name: str) -> str:
-    return name.replace("the backward", "that")
 
 
 def _one_role(joint: Joint) -> str | None:
@@ -233,10 +230,11 @@ def _depths(tree: list) -> list[int]:
 
 def _gates_are_kept(joint: Joint) -> str | None:
     """Behind a gate, the first branch runs nodes with merged cotangents, the second every step with its own."""
+    flow = data_flow(joint.graph) if joint.gated else None
     for group in (g for g in joint.groups if g.number in joint.opens):
         region = joint.gated[group.number]
         flag, operands, body = region.args[2], list(region.args[3:]), body_of(joint.gm, region)
-        if joint.opens[group.number] not in _above(flag):  # type: ignore[arg-type]
+        if not nx.has_path(flow, joint.opens[group.number], flag):
             return f"{region.name}, of group {group.number}, does not ask its gate"
         inside = list(group.calls)
         for call in (c for c in group.kept if joint.sites[c].backward is not None):
@@ -257,16 +255,6 @@ def _gates_are_kept(joint: Joint) -> str | None:
             if Counter(want) != Counter(found):
                 return f"a branch of {region.name} does not run the backwards of group {group.number}, each once"
     return None
-
-
-def _above(node: fx.Node) -> set[fx.Node]:
-    seen, todo = set(), [node]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return seen
 
 
 def _skips_are_zero(joint: Joint) -> str | None:

@@ -82,7 +82,7 @@ def test_a_cotangent_made_from_another_backward() -> None:
         mixed = joint.graph.call_function(torch.ops.aten.add.Tensor, (own, gradient))
     mixed.meta = dict(own.meta)
     earlier.backward.update_arg(position, mixed)
-    caught(joint, "merge", "backward of call 5 feeds that of call 4")
+    caught(joint, "merge", "the backward of call 5 feeds the backward of call 4")
 
 
 def test_a_pruned_backward_that_is_still_called() -> None:
