@@ -37,8 +37,9 @@ from .demo_progress import bar
 from .demo_report import save
 from .demo_train import Task, pretrain, reward_classifier, train_classifier
 
-TOLERANCES = (0.05, 0.1, 0.2)
-SAFETY = 0.7  # a gate opens where its prediction is below this share of the tolerance
+TOLERANCES = (0.05, 0.1, 0.2, 0.3)
+SAFETY = 0.7  # without audits, a gate opens where its prediction is below this share of the tolerance
+RULES = {"audited": "tau = tol / ratio", "fixed": f"tau = {SAFETY} tol"}
 COSINE = 0.995
 
 
@@ -78,14 +79,16 @@ def batches(net: nn.Module, task: Task, kind: str, count: int) -> list[tuple]:
 
 
 def audits(loss_fn: Callable, net: nn.Module, drawn: list[tuple], W: int, note: Callable) -> list[dict[str, float]]:
-    """One row a group: its true error, what the head gate says, and one minus the smallest cosine."""
+    """One row a group: its batch, its true error, what the head gate says, and one minus the smallest cosine."""
     steps = {gate: jagg_fx.transform(loss_fn, W=W, gate=gate, compiler="eager") for gate in ("head", "cosine")}
     rows = []
-    for batch in drawn:
+    for number, batch in enumerate(drawn):
         head, cosine = (steps[gate].audit(net, *batch) for gate in ("head", "cosine"))
         for a, b in zip(head.groups, cosine.groups, strict=True):
             if a.gate:
-                rows.append({"error": a.relative_error, "head": max(a.gate), "cosine": 1 - min(b.gate)})
+                rows.append(
+                    {"batch": number, "error": a.relative_error, "head": max(a.gate), "cosine": 1 - min(b.gate)}
+                )
         note()
     return rows
 
@@ -101,14 +104,21 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
         "cosine_open": float((cosine <= 1 - COSINE).mean()),
         "tolerances": {},
     }
+    batch = np.array([r["batch"] for r in rows])
+    ratio = np.array([np.median((error / head)[batch != b]) for b in batch])  # of the other batches
     for tol in TOLERANCES:
-        good, is_open = error <= tol, head <= SAFETY * tol
-        found["tolerances"][str(tol)] = {
-            "good": float(good.mean()),
-            "open_of_good": float(is_open[good].mean()) if good.any() else None,
-            "bad_of_open": float((~good)[is_open].mean()) if is_open.any() else None,
-        }
+        for rule, tau in (("audited", tol / ratio), ("fixed", SAFETY * tol)):
+            good, is_open = error <= tol, head <= tau
+            counts = {"good": good, "open": is_open, "both": good & is_open}
+            found["tolerances"].setdefault(str(tol), {})[rule] = {k: int(x.sum()) for k, x in counts.items()}
     return found
+
+
+def shares(counts: dict[str, int]) -> str:
+    """Of the groups within the tolerance, the share that is open; of the open ones, the share beyond it."""
+    good, is_open, both = (counts[k] for k in ("good", "open", "both"))
+    opened = f"{both / good:.0%}" if good else "–"
+    return f"{opened}, {(is_open - both) / is_open:.0%}" if is_open else f"{opened}, –"
 
 
 def markdown(results: dict) -> str:
@@ -118,19 +128,17 @@ def markdown(results: dict) -> str:
         f"`{results['command']}`; digits, {results['batches']} batches of {results['batch']} samples a row; "
         f"{results['machine']}.",
         "Spearman: rank correlation of the gate's value with the true relative error of the group's gradient.",
-        f"The head gate opens below {SAFETY} of the tolerance. `open`: of the groups whose true error is within the",
+        "Ratio: true error over the gate's value, the median, as `step.audit` tells it. The head gate opens below",
+        "tau = tol / ratio, the ratio that of the other batches. `open`: of the groups whose true error is within the",
         "tolerance, the share that it opens; `wrong`: of the groups that it opens, the share whose error is beyond it.",
         "",
-        "| network | path | T | W | groups | median error | error / head | Spearman head | Spearman cosine "
-        "| cosine .995 opens | open, wrong at .05 | at .1 | at .2 |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| network | path | T | W | groups | median error | ratio | Spearman head | Spearman cosine "
+        f"| cosine .995 opens | open, wrong at {' | at '.join(map(str, TOLERANCES))} |",
+        f"|---|---|---|---|---|---|---|---|---|---|{'---|' * len(TOLERANCES)}",
     ]
     for r in results["rows"]:
         s = r["summary"]
-        cells = []
-        for tol in TOLERANCES:
-            x = s["tolerances"][str(tol)]
-            cells.append(", ".join("–" if x[k] is None else f"{x[k]:.0%}" for k in ("open_of_good", "bad_of_open")))
+        cells = [shares(s["tolerances"][str(tol)]["audited"]) for tol in TOLERANCES]
         lines.append(
             f"| {r['net']} | {r['path']} | {r['T']} | {r['W']} | {s['groups']} | {s['median_error']:.3f} "
             f"| {s['ratio']:.2f} | {s['spearman_head']:.2f} | {s['spearman_cosine']:.2f} | {s['cosine_open']:.0%} "
@@ -139,10 +147,18 @@ def markdown(results: dict) -> str:
     p = results["pooled"]
     lines += [
         "",
-        f"All groups pooled: Spearman head {p['head']:.2f}, cosine {p['cosine']:.2f}.",
+        f"All groups pooled: Spearman head {p['head']:.2f}, cosine {p['cosine']:.2f}; open, wrong, and of how many "
+        "groups within the tolerance:",
         "",
-        "![gates](gates.png)",
+        f"| | {' | '.join(map(str, TOLERANCES))} |",
+        f"|---|{'---|' * len(TOLERANCES)}",
     ]
+    for rule, title in RULES.items():
+        own = [[r["summary"]["tolerances"][str(tol)][rule] for r in results["rows"]] for tol in TOLERANCES]
+        total = [{k: sum(x[k] for x in found) for k in ("good", "open", "both")} for found in own]
+        cells = [f"{shares(x)}, of {x['good']}" for x in total]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    lines += ["", "![gates](gates.png)"]
     return "\n".join(lines) + "\n"
 
 

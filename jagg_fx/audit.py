@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class GroupAudit:
     relative_error: float
     cosine: float
     share: float
-    gate: tuple[float, ...]  # the cosines that a gate would see
+    gate: tuple[float, ...]  # the values that a gate would see
     open: bool | None
 
 
@@ -47,7 +48,8 @@ class Audit:
 
     relative_error: |estimate - exact| / |exact| over all parameters; cosine between them. groups: the same per
     group. parameters: name -> (relative error, share of the squared error), largest share first. predicted: with tol,
-    the error that the choice predicted from the last layer (of several networks the largest); None without.
+    the error that the choice predicted from the last layer (of several networks the largest); None without. gate: whose
+    values the groups hold; where a step has no gate, the cosine's.
     """
 
     relative_error: float
@@ -55,13 +57,26 @@ class Audit:
     groups: list[GroupAudit]
     parameters: dict[str, tuple[float, float]]
     predicted: float | None = None
+    gate: str = "cosine"
+
+    @property
+    def ratio(self) -> float | None:
+        """With gate="head": true error over the gate's value, the median of the groups; else None.
+
+        tau = tol / ratio opens most groups whose error is below tol, and few others (docs/bench/gates.md).
+        """
+        if self.gate != "head":
+            return None
+        found = [g.relative_error / max(g.gate) for g in self.groups if g.gate and max(g.gate) > 0]
+        return statistics.median(found) if found else None
 
     def __str__(self) -> str:
         what = "every gate open" if self.predicted is None else f"last layer: {self.predicted:.4g}"
+        seen = "error of the last layer" if self.gate == "head" else "smallest cosine"
         lines = [
             f"relative error {self.relative_error:.4g}, cosine {self.cosine:.6f} ({what})",
             "",
-            "  group  calls    error     cosine    |g|/|sum|  gate (smallest cosine)",
+            f"  group  calls    error     cosine    |g|/|sum|  gate ({seen})",
         ]
         for g in self.groups:
             state = {True: "open", False: "shut: this step was exact here", None: "no gate"}[g.open]
@@ -70,6 +85,11 @@ class Audit:
             lines.append(
                 f"  {g.number:5d}  {calls:7s}  {g.relative_error:8.2e}  {g.cosine:8.6f}  {g.share:9.1%}  {gate}"
             )
+        if self.ratio is not None:
+            lines += [
+                "",
+                f"  error / gate: median {self.ratio:.3g}; for a tolerance tol use tau = tol / {self.ratio:.3g}",
+            ]
         lines += ["", "  share of the error, by parameter (own relative error)"]
         for name, (error, share) in list(self.parameters.items())[:8]:
             lines.append(f"  {share:6.1%}  {name} ({error:.2e})")
@@ -118,7 +138,7 @@ class Auditor:
         result, self._backend.result = self._backend.result, None
         if result is None:
             raise RuntimeError("nothing to audit: no argument requires grad")
-        return _compared(args, result, self._step.options.plan.gate is not None, {_key(p): b for p, b in added})
+        return _compared(args, result, self._step.options.plan.gate, {_key(p): b for p, b in added})
 
 
 def _key(x: Tensor) -> tuple:
@@ -126,7 +146,7 @@ def _key(x: Tensor) -> tuple:
     return x.data_ptr(), tuple(x.shape)
 
 
-def _compared(args: tuple, result: tuple, gated: bool, added: dict[tuple, Tensor]) -> Audit:
+def _compared(args: tuple, result: tuple, gate: str | None, added: dict[tuple, Tensor]) -> Audit:
     exact, estimate, joint, values = result
     names = _names(args, values)
     everything = _sum(exact)
@@ -134,7 +154,7 @@ def _compared(args: tuple, result: tuple, gated: bool, added: dict[tuple, Tensor
     groups = []
     for group, a, b in zip(joint.groups, exact, estimate, strict=True):
         seen = tuple(float(values[joint.cosines[c]]) for c in group.calls if c in joint.cosines)
-        is_open = bool(values[joint.opens[group.number]]) if gated and group.number in joint.opens else None
+        is_open = bool(values[joint.opens[group.number]]) if gate and group.number in joint.opens else None
         share = _norm(a) / total if total else 0.0
         groups.append(GroupAudit(group.number, group.calls, *_compare(b, a), share, seen, is_open))
     guess = {
@@ -150,7 +170,7 @@ def _compared(args: tuple, result: tuple, gated: bool, added: dict[tuple, Tensor
         for k in sorted(squared, key=lambda k: -squared[k])
     }
     predicted = [float(values[n]) for n in joint.predicted.values()]
-    return Audit(*_compare(guess, everything), groups, parameters, max(predicted, default=None))
+    return Audit(*_compare(guess, everything), groups, parameters, max(predicted, default=None), gate or "cosine")
 
 
 def _run(joint: Joint, args: Sequence[Tensor]) -> tuple[list[dict], list[dict], Joint, dict]:

@@ -67,6 +67,22 @@ def test_audit_by_group_and_parameter() -> None:
     assert "time.weight" in str(found)
 
 
+def test_audit_tells_how_large_a_tau_of_the_head_gate_stands_for_a_tolerance() -> None:
+    net, zs, ts = example(T=16)
+    found = jagg_fx.transform(loss_fn, W=4, gate="head", **EAGER).audit(net, zs, ts)
+    ratios = sorted(g.relative_error / max(g.gate) for g in found.groups)
+    assert found.ratio == pytest.approx((ratios[1] + ratios[2]) / 2)
+    assert f"tau = tol / {found.ratio:.3g}" in str(found)
+    assert "error of the last layer" in str(found)
+    worst = max(g.relative_error for g in found.groups)
+    opened = jagg_fx.transform(loss_fn, W=4, gate="head", tau=2 * worst / ratios[0], **EAGER).audit(net, zs, ts)
+    shut = jagg_fx.transform(loss_fn, W=4, gate="head", tau=worst / ratios[-1] / 100, **EAGER).audit(net, zs, ts)
+    assert ([g.open for g in opened.groups], [g.open for g in shut.groups]) == ([True] * 4, [False] * 4)
+    cosine = jagg_fx.transform(loss_fn, W=4, **EAGER).audit(net, zs, ts)
+    assert cosine.ratio is None
+    assert "smallest cosine" in str(cosine)
+
+
 def test_audit_changes_nothing_and_takes_both_styles() -> None:
     net, zs, ts = example()
     before = {k: v.clone() for k, v in net.state_dict().items()}
