@@ -15,6 +15,7 @@ from torch import fx
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from .errors import RefusedError
 
@@ -30,6 +31,12 @@ def trace(fn: Callable, values: Sequence[Any]) -> fx.GraphModule:
     mode = fake_mode(values)
     with mode or contextlib.nullcontext(), torch.no_grad():
         return torch.fx.experimental.proxy_tensor.make_fx(fn, decomposition_table=select_decomp_table())(*values)
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph with the modules it calls. Its Python code is written when it is first called or printed: writing it
+    takes longer than any pass, over and over as graphs change, and Inductor never reads it."""
+    return _LazyGraphModule(root, graph)
 
 
 def fake_mode(values: Sequence[Any]) -> Any:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
+
+from jagg_fx import _torch
 
 from .joint import Joint, body_of, call_region, choices, fresh, getitems, is_call, stand_in, value
 
@@ -50,7 +51,8 @@ def run(joint: Joint) -> bool:
 def _add_up(joint: Joint, gm: fx.GraphModule, made: dict[tuple, str]) -> dict[fx.Node, fx.Node]:
     """Hand the sums in a graph from call to call. Returns the calls, old and new."""
     calls = joint.backwards(gm.graph)
-    found = [_sum(root, {*calls}) for root in _roots(gm.graph)]
+    alone = {nodes[0]: (c, i) for c in calls for i, nodes in getitems(c).items() if len(nodes) == 1}
+    found = [_sum(root, alone) for root in _roots(gm.graph)]
     sums = [s for s in found if len(s.outputs) + (s.total is not None) > 1]
     swapped: dict[fx.Node, fx.Node] = {}
     for call in calls:
@@ -93,7 +95,8 @@ def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _sum(root: fx.Node, calls: set[fx.Node]) -> Sum:
+def _sum(root: fx.Node, alone: dict[fx.Node, tuple[fx.Node, int]]) -> Sum:
+    """alone: the outputs of calls that one node reads, with their call and place."""
     found, todo = Sum(root), [root]
     while todo:
         node = todo.pop()
@@ -101,12 +104,11 @@ def _sum(root: fx.Node, calls: set[fx.Node]) -> Sum:
         if terms:
             todo += reversed(terms)
             continue
-        source = node.args[0] if is_call(node, getitem) else None
-        alone = source in calls and len(node.users) == 1 and len(getitems(source)[node.args[1]]) == 1  # type: ignore[arg-type, index]
+        call, index = alone.get(node, (None, 0)) if len(node.users) == 1 else (None, 0)
         if _look(node) != _look(root):
             found.others.append(node)
-        elif alone and source not in found.outputs:
-            found.outputs[source] = node.args[1]  # type: ignore[index, assignment]
+        elif call is not None and call not in found.outputs:
+            found.outputs[call] = index
         elif node.op == "placeholder" and found.total is None:
             found.total = node
         else:
@@ -157,7 +159,7 @@ def _with_sums(body: fx.GraphModule, indices: list[int]) -> fx.GraphModule:
             out[index] = graph.call_function(ADD, (before, out[index]))
             out[index].meta["val"] = value(before)
     graph.output(tuple(out))
-    made = fx.GraphModule(root, graph)
+    made = _torch.graph_module(root, graph)
     made.meta = dict(body.meta)
     return made
 

@@ -115,7 +115,7 @@ def _batched_body(gm: fx.GraphModule, name: str, dims: tuple, operands: Sequence
     graph.output(
         tuple(graph.call_function(operator.getitem, (made, i)) for i in range(len(results(root.many.one.graph))))
     )
-    many = fx.GraphModule(root, graph)
+    many = _torch.graph_module(root, graph)
     try:
         _torch.trace(_outputs(many), [n.meta["example_value"] for n in inputs])
     except Exception as error:

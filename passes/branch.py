@@ -141,7 +141,7 @@ def _zeros(nodes: Sequence[fx.Node], likes: Sequence[fx.Node]) -> fx.GraphModule
         )
         zeros[-1].meta["val"] = v
     graph.output(tuple(zeros))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return _torch.graph_module(torch.nn.Module(), graph)
 
 
 def _recipe(site: Site, operands: _Operands, merged: dict[int, fx.Node] | None) -> tuple:
@@ -185,7 +185,7 @@ def _choice(root: torch.nn.Module, names: tuple[str, str], nodes: Sequence[fx.No
     choice = graph.call_function(_torch.cond, (first, *map(graph.get_attr, names), inputs))
     choice.meta["val"] = tuple(n.meta["val"] for n in results(getattr(root, names[0]).graph))
     graph.output(tuple(item(graph, choice, i) for i in range(len(choice.meta["val"]))))
-    return fx.GraphModule(root, graph)
+    return _torch.graph_module(root, graph)
 
 
 def _backwards(joint: Joint, nodes: Sequence[fx.Node], recipes: list[tuple], wanted: list[int]) -> fx.GraphModule:
@@ -208,7 +208,7 @@ def _backwards(joint: Joint, nodes: Sequence[fx.Node], recipes: list[tuple], wan
         gradients = [item(graph, node, i) for i in wanted]
         total = [_add(graph, a, b) for a, b in zip(total, gradients, strict=True)] if total else gradients
     graph.output(tuple(total))
-    return fx.GraphModule(root, graph)
+    return _torch.graph_module(root, graph)
 
 
 def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from jagg_fx import _torch
 from jagg_fx.errors import RefusedError
 
 from .segments import Segment, example
@@ -83,4 +84,4 @@ def _graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], result: fx.Node)
     for n in nodes:
         env[n] = graph.node_copy(n, lambda x: env[x])
     graph.output(env[result])
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return _torch.graph_module(torch.nn.Module(), graph)

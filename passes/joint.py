@@ -261,7 +261,7 @@ def subgraph(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
         if node.op != "output":
             env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[n] for n in nodes))
-    out = fx.GraphModule(gm, graph)
+    out = _torch.graph_module(gm, graph)
     out.graph.eliminate_dead_code()
     out.recompile()
     return out
@@ -274,7 +274,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
     graph.set_codegen(gm.graph._codegen)
-    copy = fx.GraphModule(gm, graph)
+    copy = _torch.graph_module(gm, graph)
     copy.meta = dict(gm.meta)
     _torch.keep_sources(copy, gm)
     return copy

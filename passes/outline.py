@@ -152,7 +152,7 @@ def _body(
             look_up(i)
         env[n] = graph.node_copy(n, look_up)
     graph.output(tuple(env[n] for n in leaves))
-    return fx.GraphModule(gm, graph)
+    return _torch.graph_module(gm, graph)
 
 
 def _replace(

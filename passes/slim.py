@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from jagg_fx import _torch
+
 from .joint import Joint, body_of, call_region, fresh, getitems, item, results, stand_in, view_chain
 
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -80,6 +82,6 @@ def narrowed(body: fx.GraphModule, used: tuple[int, ...]) -> fx.GraphModule:
     returned: Any = graph.graph_copy(body.graph, {})
     graph.output(tuple(returned[i] for i in used))
     graph.eliminate_dead_code()
-    out = fx.GraphModule(body, graph)
+    out = _torch.graph_module(body, graph)
     out.meta = dict(body.meta)
     return out

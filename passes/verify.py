@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import networkx as nx
 import torch
@@ -74,8 +75,9 @@ def _calls_are_closed(joint: Joint) -> str | None:
         if site.backward is None:
             continue
         operands = set(site.operands)
+        fed = {*site.cotangents, *joint.sums.get(site.backward, ())}
         for position, arg in enumerate(site.backward.args[2:], start=2):
-            if position in (*site.cotangents, *joint.sums.get(site.backward, ())) or not isinstance(arg, fx.Node):
+            if position in fed or not isinstance(arg, fx.Node):
                 continue
             chain = view_chain(arg)
             if any(n in operands for n in chain):
@@ -150,9 +152,10 @@ def _lands(body: fx.GraphModule, node: fx.Node) -> int | None:
             node = user
         else:
             index = _lands_in_call(body, user, node)
-            if index is None or len(getitems(user).get(index, ())) != 1:
+            items = [n for n in user.users if is_call(n, operator.getitem) and n.args[1] == index]
+            if index is None or len(items) != 1:
                 return None
-            (node,) = getitems(user)[index]
+            (node,) = items
         added = True
     return None
 
@@ -333,14 +336,15 @@ def _fits(name: str, operands: Sequence, body: fx.GraphModule) -> str | None:
     if len(inputs) != len(operands):
         return f"{name} has {len(operands)} operands, its body takes {len(inputs)}"
     for arg, placeholder in zip(operands, inputs, strict=True):
-        a, b = (_brief(value(n)) if isinstance(n, fx.Node) and "val" in n.meta else "" for n in (arg, placeholder))
+        a, b = _brief(arg), _brief(placeholder)
         if a and b and a != b:
-            return f"{name}: operand {arg.name} is {a}, its body takes {b}"
+            return f"{name}: operand {arg.name} is {a[0]} {a[1]}, its body takes {b[0]} {b[1]}"
     return None
 
 
-def _brief(v) -> str:
-    return f"{v.dtype} {tuple(v.shape)}" if isinstance(v, torch.Tensor) else ""
+def _brief(x: Any) -> tuple[torch.dtype, torch.Size] | None:
+    v = x.meta.get("val") if isinstance(x, fx.Node) else None
+    return (v.dtype, v.shape) if isinstance(v, torch.Tensor) else None
 
 
 def _branches_agree(joint: Joint) -> str | None:
