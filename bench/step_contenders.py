@@ -192,8 +192,8 @@ class Maker:
         )
 
 
-OPEN, SHUT = -1, 2
-"""A cosine is never below the one and never reaches the other."""
+OPEN, SHUT, HEAD_OPEN = -1, 2, 1e9
+"""A cosine is never below the first and never reaches the second; the error of a last layer stays below the third."""
 
 # How a family is made: its title, what builds it, and whether it has groups of W.
 FAMILIES: dict[str, tuple[str, Callable[..., dict[str, Any]], bool]] = {
@@ -209,6 +209,7 @@ FAMILIES: dict[str, tuple[str, Callable[..., dict[str, Any]], bool]] = {
     "author-eager": ("written by hand, eager", lambda m, W: m.author("eager", W), True),
     "ours": ("ours, no gate", lambda m, W: m.ours(W), True),
     "open": ("ours, gate open", lambda m, W: m.ours(W, gate="cosine", tau=OPEN), True),
+    "open-head": ("ours, head gate open", lambda m, W: m.ours(W, gate="head", tau=HEAD_OPEN), True),
     "shut": (
         "ours, gate shut",
         # Interior forwards are done again in the branch, with what their backward needs.

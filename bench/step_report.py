@@ -171,6 +171,7 @@ def figures(r: Results) -> list[tuple[str, dict[int, float | None]]]:
         ("exact / ours, group after group", over(EXACT, "group")),
         ("exact / ours, recomputed", over(EXACT, "recompute")),
         ("gate open / no gate", over("open", "ours")),
+        ("head gate open / no gate", over("open-head", "ours")),
         ("gate shut / exact", lambda W: ratio(median(r.get("shut", W)), median(exact))),
         ("saved activations, ours / exact unrolled", of_bytes("ours", "saved_bytes")),
         ("peak, ours / exact unrolled", of_bytes("ours", "peak_bytes")),

@@ -93,7 +93,7 @@ def test_contenders():
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::jagg_fx.JaggWarning")
 def test_savings_and_gates():
-    errors, _ = run_all(["exact-unrolled", "exact-batched", "author-eager", "open", "shut", *SAVINGS])
+    errors, _ = run_all(["exact-unrolled", "exact-batched", "author-eager", "open", "open-head", "shut", *SAVINGS])
     for family in errors.keys() - {"exact-unrolled", "exact-batched", "shut"}:
         assert errors[family] == pytest.approx(errors["author-eager"], rel=1e-3)
 
