@@ -1,9 +1,9 @@
-"""Paired comparisons of two arms that share their seeds."""
+"""Paired comparisons of two arms that share their seeds, and how they are written down."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -64,3 +64,17 @@ def paired(arm: Sequence[float], baseline: Sequence[float], *, lower_is_better: 
         len(a),
         float(test.pvalue),
     )
+
+
+def rounded(x: Any, digits: int) -> Any:
+    """Every number of a result to that many significant digits."""
+    if isinstance(x, float):
+        return float(f"{x:.{digits}g}")
+    if isinstance(x, dict):
+        return {k: rounded(v, digits) for k, v in x.items()}
+    return [rounded(v, digits) for v in x] if isinstance(x, (list, tuple)) else x
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]

@@ -8,8 +8,10 @@ from jagg_fx.models import FlowSDE, MLPVelocity, grpo_loss, rollout, uniform_tim
 
 import jagg_fx
 from bench.compare import paired
-from bench.conditional_tokens import ARMS, Balanced, ByRow, Gauss, InnerPair, train
-from bench.grpo import CLIP, ETA, Fraction, frechet, policy_head
+from bench.conditional_arms import ARMS, Balanced, ByRow, Gauss, InnerPair
+from bench.conditional_tokens import train
+from bench.grpo import CLIP, frechet, policy_head
+from bench.grpo_study import ETA, Fraction
 from bench.runs import Adam, Bias, Gradient, Nets, cosine, exact_gradient, plan, relative_error
 from jagg_fx.estimators import Corrected, Debiased, Endpoints, Exact, Knots, Memory, Subset, index_lambdas
 from jagg_fx.memory import BiasMemory
