@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,7 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "groups": len(rows),
         "median_error": float(np.median(error)),
+        "spread": float(np.quantile(error, 0.9) / np.quantile(error, 0.1)),
         "ratio": float(np.median(error / head)),
         "spearman_head": float(spearmanr(head, error).statistic),
         "spearman_cosine": float(spearmanr(cosine, error).statistic),
@@ -128,19 +130,21 @@ def markdown(results: dict) -> str:
         f"`{results['command']}`; digits, {results['batches']} batches of {results['batch']} samples a row; "
         f"{results['machine']}.",
         "Spearman: rank correlation of the gate's value with the true relative error of the group's gradient.",
-        "Ratio: true error over the gate's value, the median, as `step.audit` tells it. The head gate opens below",
-        "tau = tol / ratio, the ratio that of the other batches. `open`: of the groups whose true error is within the",
-        "tolerance, the share that it opens; `wrong`: of the groups that it opens, the share whose error is beyond it.",
+        "Spread: the 90 % quantile of the true errors over the 10 % quantile. Ratio: true error over the gate's value,",
+        "their median, as `step.audit` tells it. The head gate opens below tau = tol / ratio, the ratio of the other",
+        "batches. `open`: of the groups whose true error is within the tolerance, the share that it opens; `wrong`: of",
+        "the groups that it opens, the share whose error is beyond it.",
         "",
-        "| network | path | T | W | groups | median error | ratio | Spearman head | Spearman cosine "
+        "| network | path | T | W | groups | median error | spread | ratio | Spearman head | Spearman cosine "
         f"| cosine .995 opens | open, wrong at {' | at '.join(map(str, TOLERANCES))} |",
-        f"|---|---|---|---|---|---|---|---|---|---|{'---|' * len(TOLERANCES)}",
+        f"|---|---|---|---|---|---|---|---|---|---|---|{'---|' * len(TOLERANCES)}",
     ]
     for r in results["rows"]:
         s = r["summary"]
         cells = [shares(s["tolerances"][str(tol)]["audited"]) for tol in TOLERANCES]
         lines.append(
             f"| {r['net']} | {r['path']} | {r['T']} | {r['W']} | {s['groups']} | {s['median_error']:.3f} "
+            f"| {s['spread']:.2f} "
             f"| {s['ratio']:.2f} | {s['spearman_head']:.2f} | {s['spearman_cosine']:.2f} | {s['cosine_open']:.0%} "
             f"| {' | '.join(cells)} |"
         )
@@ -182,14 +186,8 @@ def draw(results: dict, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/bench"), help="folder of the results (default: %(default)s)"
-    )
-    parser.add_argument("--batches", type=int, default=10, help="audited batches a setting (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="samples a batch (default: %(default)s)")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Audits every setting: one dict each, with its groups."""
     torch.manual_seed(0)
     images = load_digits()
     reward = reward_classifier(images.shape, images.classes)
@@ -211,19 +209,35 @@ def main() -> None:
                 drawn = batches(net, own, path, options.batches)
                 with bar(f"{name} {path} T={T} W={W}", len(drawn)) as progress:
                     found = audits(loss_fn, net, drawn, W, progress.update)
-                rows.append({"net": name, "path": path, "T": T, "W": W, "summary": summary(found), "groups": found})
-    everything = [g for r in rows for g in r["groups"]]
-    pooled = {
+                rows.append({"net": name, "path": path, "T": T, "W": W, "groups": found})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/bench"), help="folder of the results (default: %(default)s)"
+    )
+    parser.add_argument("--batches", type=int, default=10, help="audited batches a setting (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="samples a batch (default: %(default)s)")
+    parser.add_argument("--only-write", action="store_true", help="audit nothing: tables of the JSON that is there")
+    options = parser.parse_args()
+    if options.only_write:
+        results = json.loads((options.out / "gates.json").read_text(encoding="utf-8"))
+    else:
+        results = {
+            "command": "python -m bench.gates",
+            "machine": f"torch {torch.__version__}, {platform.machine()}",
+            "batch": options.batch,
+            "batches": options.batches,
+            "rows": measure(options),
+        }
+    for row in results["rows"]:
+        row["summary"] = summary(row["groups"])
+    everything = [g for r in results["rows"] for g in r["groups"]]
+    results["pooled"] = {
         k: float(spearmanr([g[k] for g in everything], [g["error"] for g in everything]).statistic)
         for k in ("head", "cosine")
-    }
-    results = {
-        "command": "python -m bench.gates",
-        "machine": f"torch {torch.__version__}, {platform.machine()}",
-        "batch": options.batch,
-        "batches": options.batches,
-        "rows": rows,
-        "pooled": pooled,
     }
     text = markdown(results)
     save(options.out, "gates", results, text)
