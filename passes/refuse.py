@@ -51,13 +51,13 @@ def run(gm: fx.GraphModule, segments: Sequence[Segment]) -> None:
             )
         outside = {storage(example(n)) for n in segment.inputs()} - {None}
         for node, foreign in _with_bodies(gm, segment.nodes, outside):
-            reason = _random(node) or _changes(node, foreign)
-            if reason:
+            found = _random(node) or _changes(node, foreign)
+            if found:
+                reason, cure = found
                 raise RefusedError(
                     f"{reason} in {_module(node)} ({where(node, inner=True)}), inside the velocity call at "
                     f"{segment.where}. The calls of a group stand in for each other, and a shut gate runs a forward "
-                    "again: both need a velocity that depends on its inputs alone and changes nothing. Use net.eval(), "
-                    "set the dropout to 0, use GroupNorm or LayerNorm, or change the buffer outside of the loss."
+                    f"again: both need a velocity that depends on its inputs alone and changes nothing. {cure}"
                 )
 
 
@@ -81,7 +81,12 @@ def _with_bodies(gm: fx.GraphModule, nodes: Sequence[fx.Node], outside: set):
                 yield from _with_bodies(body, list(body.graph.nodes), outside | inside - {None})
 
 
-def _random(node: fx.Node) -> str | None:
+_NO_CHANGE = "Use net.eval() or another layer (GroupNorm, LayerNorm), or change it outside of the loss."
+_NO_DROPOUT = "Use net.eval(), or set the dropout to 0."
+
+
+def _random(node: fx.Node) -> tuple[str, str] | None:
+    """What an operation draws, and what to do about it."""
     if node.op not in ("call_function", "call_method"):
         return None
     name = _name(node)
@@ -89,25 +94,26 @@ def _random(node: fx.Node) -> str | None:
     named: dict = {**dict(enumerate(node.args)), **node.kwargs}
     if "dropout" in base:
         if named.get("training", named.get(2, True)) and named.get("p", named.get(1, 0.5)):
-            return f"Dropout ({base}) is active"
+            return f"Dropout ({base}) is active", _NO_DROPOUT
         return None
     if base == "scaled_dot_product_attention" and named.get("dropout_p", named.get(4, 0.0)):
-        return "Dropout of attention is active"
+        return "Dropout of attention is active", _NO_DROPOUT
     if base == "rrelu" and not named.get("training", named.get(3, False)):
         return None
     if base in _RANDOM or _torch.is_random(node.target):
-        return f"Random numbers are drawn ({base})"
+        return f"Random numbers are drawn ({base})", "Draw them in the loss, and give them to the velocity as an input."
     return None
 
 
-def _changes(node: fx.Node, outside: set) -> str | None:
+def _changes(node: fx.Node, outside: set) -> tuple[str, str] | None:
+    """What an operation changes that its call did not make, and what to do about it."""
     name = _name(node)
     named: dict = {**dict(enumerate(node.args)), **node.kwargs}
     if name == "batch_norm" and named.get("training", named.get(5, False)) and named.get(1) is not None:
-        return "Batch normalisation is in train mode (it changes its running statistics)"
+        return "Batch normalisation is in train mode (it changes its running statistics)", _NO_CHANGE
     for arg in written(node):
         if storage(example(arg)) in outside:
-            return f"{_what(arg)} is changed in place ({name})"
+            return f"{_what(arg)} is changed in place ({name})", _NO_CHANGE
     return None
 
 

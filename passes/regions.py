@@ -40,8 +40,10 @@ def run(gm: fx.GraphModule) -> None:
     where = contexts(gm.graph)
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "_enter_inference_mode":
+            after = [n for n in gm.graph.nodes if n > node and n.meta.get("stack_trace")]
+            place = f" (before {where_in_loss(after[0])})" if after else ""
             raise RefusedError(
-                f"The loss enters torch.inference_mode ({where_in_loss(node)}). Tensors made in it cannot be part of a "
+                f"The loss enters torch.inference_mode{place}. Tensors made in it cannot be part of a "
                 "gradient, and a trace that fails inside of it would leave it on. Use torch.no_grad() in its place."
             )
         if is_region(node):
