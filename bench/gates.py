@@ -131,7 +131,7 @@ def markdown(results: dict) -> str:
         f"{results['machine']}.",
         "Spearman: rank correlation of the gate's value with the true relative error of the group's gradient.",
         "Spread: the 90 % quantile of the true errors over the 10 % quantile. Ratio: true error over the gate's value,",
-        "their median, as `step.audit` tells it. The head gate opens below tau = tol / ratio, the ratio of the other",
+        "their median; `step.audit` tells that of its batch. The gate opens below tau = tol / ratio, that of the other",
         "batches. `open`: of the groups whose true error is within the tolerance, the share that it opens; `wrong`: of",
         "the groups that it opens, the share whose error is beyond it.",
         "",
@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="samples a batch (default: %(default)s)")
     parser.add_argument("--only-write", action="store_true", help="audit nothing: tables of the JSON that is there")
     options = parser.parse_args()
+    if options.batches < 2:
+        parser.error("--batches must be 2 or more: the ratio of a batch is measured on the others")
     if options.only_write:
         results = json.loads((options.out / "gates.json").read_text(encoding="utf-8"))
     else:

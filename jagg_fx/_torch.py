@@ -34,8 +34,8 @@ def trace(fn: Callable, values: Sequence[Any]) -> fx.GraphModule:
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph with the modules it calls. Its Python code is written when it is first called or printed: writing it
-    takes longer than any pass, over and over as graphs change, and Inductor never reads it."""
+    """A graph with the modules it calls. Its Python code is written when it is called, printed or pickled, not after
+    every change: writing it takes longer than any pass."""
     return _LazyGraphModule(root, graph)
 
 

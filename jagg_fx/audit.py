@@ -63,11 +63,12 @@ class Audit:
     def ratio(self) -> float | None:
         """With gate="head": true error over the gate's value, the median of the groups; else None.
 
-        tau = tol / ratio opens most groups whose error is below tol, and few others (docs/bench/gates.md).
+        tau = tol / ratio opens most groups whose error is below tol; how many others, docs/bench/gates.md tells.
         """
         if self.gate != "head":
             return None
         found = [g.relative_error / max(g.gate) for g in self.groups if g.gate and max(g.gate) > 0]
+        found = [x for x in found if math.isfinite(x)]
         return statistics.median(found) if found else None
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ class Audit:
             lines.append(
                 f"  {g.number:5d}  {calls:7s}  {g.relative_error:8.2e}  {g.cosine:8.6f}  {g.share:9.1%}  {gate}"
             )
-        if self.ratio is not None:
+        if self.ratio:
             lines += [
                 "",
                 f"  error / gate: median {self.ratio:.3g}; for a tolerance tol use tau = tol / {self.ratio:.3g}",

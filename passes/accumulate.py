@@ -96,7 +96,7 @@ def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _sum(root: fx.Node, alone: dict[fx.Node, tuple[fx.Node, int]]) -> Sum:
-    """alone: the outputs of calls that one node reads, with their call and place."""
+    """alone: outputs of calls that are taken out once, with their call and place."""
     found, todo = Sum(root), [root]
     while todo:
         node = todo.pop()

@@ -263,7 +263,6 @@ def subgraph(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
     graph.output(tuple(env[n] for n in nodes))
     out = _torch.graph_module(gm, graph)
     out.graph.eliminate_dead_code()
-    out.recompile()
     return out
 
 

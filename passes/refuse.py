@@ -81,7 +81,8 @@ def _with_bodies(gm: fx.GraphModule, nodes: Sequence[fx.Node], outside: set):
                 yield from _with_bodies(body, list(body.graph.nodes), outside | inside - {None})
 
 
-_NO_CHANGE = "Use net.eval() or another layer (GroupNorm, LayerNorm), or change it outside of the loss."
+_NO_CHANGE = "Use net.eval() or another layer (GroupNorm, LayerNorm); write on a clone, or outside of the loss."
+_NO_NOISE = "Use net.eval(); or draw once, before the loop, and pass the same numbers to every call."
 _NO_DROPOUT = "Use net.eval(), or set the dropout to 0."
 
 
@@ -101,7 +102,7 @@ def _random(node: fx.Node) -> tuple[str, str] | None:
     if base == "rrelu" and not named.get("training", named.get(3, False)):
         return None
     if base in _RANDOM or _torch.is_random(node.target):
-        return f"Random numbers are drawn ({base})", "Draw them in the loss, and give them to the velocity as an input."
+        return f"Random numbers are drawn ({base})", _NO_NOISE
     return None
 
 

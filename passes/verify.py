@@ -342,9 +342,12 @@ def _fits(name: str, operands: Sequence, body: fx.GraphModule) -> str | None:
     return None
 
 
-def _brief(x: Any) -> tuple[torch.dtype, torch.Size] | None:
+def _brief(x: Any) -> tuple[torch.dtype, tuple] | None:
     v = x.meta.get("val") if isinstance(x, fx.Node) else None
-    return (v.dtype, v.shape) if isinstance(v, torch.Tensor) else None
+    # A symbolic size is compared by its name: asking whether two are equal would make it so.
+    return (
+        (v.dtype, tuple(s if isinstance(s, int) else str(s) for s in v.shape)) if isinstance(v, torch.Tensor) else None
+    )
 
 
 def _branches_agree(joint: Joint) -> str | None:
