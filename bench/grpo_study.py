@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from bench.compare import Paired, paired, rounded
-from bench.conditional_arms import InnerPair
 from jagg_fx.estimators import (
     Base,
     Causal,
     Debiased,
     Endpoints,
     Exact,
+    Inner,
     Knots,
     Memory,
     Quadratic,
@@ -100,7 +100,7 @@ ARMS: dict[str, Arm] = {
     "debiased.25": Arm("debiased W=4, p = 1/4", Debiased(0.25)),
     "endpoints4 x1.1": Arm("endpoints W=4, lr x 1.1", Endpoints(), lr_factor=1.1),
     "exact x1.1": Arm("exact, lr x 1.1", Exact(), lr_factor=1.1),
-    "inner8": Arm("inner pair, W=8 *", InnerPair(), 8),
+    "inner8": Arm("inner pair, W=8 *", Inner(), 8),
     "endpoints2": Arm("endpoints W=2 (exact but for rounding)", Endpoints(), 2),
 }
 """Written down before any of them was run at these settings; * is an idea beyond the library's estimators."""

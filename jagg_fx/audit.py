@@ -86,11 +86,8 @@ class Audit:
             lines.append(
                 f"  {g.number:5d}  {calls:7s}  {g.relative_error:8.2e}  {g.cosine:8.6f}  {g.share:9.1%}  {gate}"
             )
-        if self.ratio:
-            lines += [
-                "",
-                f"  error / gate: median {self.ratio:.3g}; for a tolerance tol use tau = tol / {self.ratio:.3g}",
-            ]
+        if ratio := self.ratio:
+            lines += ["", f"  error / gate: median {ratio:.3g}; for a tolerance tol use tau = tol / {ratio:.3g}"]
         lines += ["", "  share of the error, by parameter (own relative error)"]
         for name, (error, share) in list(self.parameters.items())[:8]:
             lines.append(f"  {share:6.1%}  {name} ({error:.2e})")

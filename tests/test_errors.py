@@ -363,3 +363,28 @@ def test_one_timestep_has_nothing_to_group() -> None:
     step = jagg_fx.transform(lambda v, z, t: (v(z, t) ** 2).mean(), compiler="eager")
     with pytest.raises(jagg_fx.CaptureError, match=r"more than once.*[Oo]ne timestep|Only one velocity call"):
         step(Velocity(), torch.randn(2, 3), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        (lambda z: nn.functional.dropout(z, 0.5), "set the dropout to 0"),
+        (lambda z: z + torch.randn_like(z), "draw once, before the loop"),
+        (lambda z: z.mul_(2), "write on a clone"),
+    ],
+)
+def test_the_cure_is_that_of_what_was_found(change, cure: str) -> None:
+    case = simple_case(linear, T=4)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = copy.deepcopy(case.net)
+
+        def forward(self, z, t):
+            return self.inner(change(z), t)
+
+    def loss_fn(net, zs, ts, cs):
+        return sum((net(zs[k], ts[k]) * cs[k]).sum() for k in range(4))
+
+    assert cure in refuse(loss_fn, Net(), case.args, "inside the velocity call")
