@@ -149,7 +149,7 @@ class Ratio:
     seen yet (it makes the largest of n uniform numbers an unbiased estimate of their bound).
     """
 
-    FIRST = 2.0  # before anything is measured; docs/bench/frontier.md has 1.5 to 2.9, frontier-dit.md 1.2 to 6.4
+    FIRST = 2.0  # before anything is measured; docs/bench/frontier.md has 1.5 to 2.9, frontier-dit.md 1.1 to 8.3
     KEPT = 19
 
     def __init__(self) -> None:

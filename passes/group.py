@@ -46,11 +46,10 @@ def _check_shared(sites: list[Site], number: dict) -> None:
 
 def _check_time(site: Site) -> None:
     t, v = value(site.time), value(site.velocity)
-    shape = row_shape(t)
-    if t.numel() == 1 or shape == tuple(v.shape[: len(shape)]):
-        return
+    if t.numel() == 1 or row_shape(t) == tuple(v.shape[:1]):
+        return  # not a time for each token: J of one token depends on the times of the others
     raise RefusedError(
         f"The time of the velocity call at {site.call.where} has shape {tuple(t.shape)}, its velocity "
-        f"{tuple(v.shape)}: weights are made from the times, one for the whole batch or one per row. Give a time "
-        "of shape () or (batch,), or say which argument is the time with `time=`, or use weights='index'."
+        f"{tuple(v.shape)}: weights are made from the times, one for the whole batch or one per row (not per token). "
+        "Give a time of shape () or (batch,), or say which argument is the time with `time=`, or use weights='index'."
     )

@@ -176,6 +176,27 @@ def test_no_call() -> None:
     refuse(by_hand, {"w": torch.randn(4, 4).double().requires_grad_()}, case.args, r"velocity")
 
 
+def test_a_time_for_each_token() -> None:
+    """Tokens see each other: weights by the times of one token are wrong for what it takes from another."""
+    net = nn.MultiheadAttention(4, 1, batch_first=True).double()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = net
+
+        def forward(self, z, t):
+            x = z + t[..., None]
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    def loss(net, zs, ts):
+        return sum((net(z, t) ** 2).sum() for z, t in zip(zs, ts, strict=True))
+
+    start = torch.rand(2, 3).double()
+    ts = [start * (1 - 0.2 * k) for k in range(4)]
+    refuse(loss, Net(), ([torch.randn(2, 3, 4).double() for _ in ts], ts), r"not per token")
+
+
 def test_no_call_of_a_module() -> None:
     case = simple_case(linear, T=4)
 
